@@ -1,0 +1,59 @@
+"""The engine's options, resolved and checked once, before anything is built."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What `LLM(...)` takes, under the same names.
+
+    Raises:
+        ValueError: an option is out of its bounds; the message names it and its value.
+    """
+
+    model: str
+    """Folder of a Hugging Face checkpoint."""
+    dtype: str = "auto"
+    """"auto": the checkpoint's on a GPU, float32 on a CPU."""
+    device: str = "auto"
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None
+    """None: the model's own limit, or what the arena holds if that is less."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    gpu_memory_utilization: float = 0.9
+    cache_memory_bytes: int | None = None
+    """Bytes of the arena. None: on a GPU what `gpu_memory_utilization` leaves, on a CPU a quarter of the free
+    memory, at most 4 GiB."""
+    page_size: int = 16
+    load_format: str = "auto"
+    seed: int = 0
+    num_threads: int | None = None
+    """CPU threads of one shard; None leaves torch's own choice."""
+    hf_overrides: Mapping[str, object] = field(default_factory=dict)
+    """Keys to replace in `config.json`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hf_overrides", dict(self.hf_overrides or {}))
+        for name, allowed in (("dtype", DTYPES), ("device", DEVICES), ("load_format", LOAD_FORMATS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "page_size"):
+            self._check_positive(name)
+        for name in ("max_model_len", "cache_memory_bytes", "num_threads"):
+            if getattr(self, name) is not None:
+                self._check_positive(name)
+        if self.page_size & (self.page_size - 1):
+            raise ValueError(f"page_size must be a power of two, got {self.page_size}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+
+    def _check_positive(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")

@@ -1,0 +1,79 @@
+"""What a model is made of, as frozen data: the one description that memory, loading and the model share.
+
+Knows nothing of tensors (dtypes are names), so that processes without torch can read a model's limits.
+`total_*` counts are the model's; a shard's own counts follow from `tp_size` in `parallel/`.
+"""
+
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class FullAttentionSpec:
+    """Softmax attention over a paged KV cache."""
+
+    total_num_heads: int
+    total_num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    """Leading dims of a head that rotate; 0: no position encoding."""
+    rope_theta: float
+    output_gate: bool = True
+    """q_proj rows are, per head, `q | gate`; the output is multiplied by sigmoid(gate)."""
+    qk_norm: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class LinearAttentionSpec:
+    """Gated DeltaNet: a causal convolution over q|k|v and a delta-rule recurrence per value head."""
+
+    total_num_k_heads: int
+    total_num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    conv_kernel: int
+
+    @property
+    def total_key_dim(self) -> int:
+        return self.total_num_k_heads * self.head_k_dim
+
+    @property
+    def total_value_dim(self) -> int:
+        return self.total_num_v_heads * self.head_v_dim
+
+
+MixerSpec = FullAttentionSpec | LinearAttentionSpec
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One text model, resolved from its `config.json` (and, for layer types, from its weights' names)."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    dtype: str
+    """"float32", "bfloat16" or "float16": what the checkpoint says of itself."""
+    mixers: tuple[MixerSpec, ...]
+    """One entry a layer."""
+    eos_token_ids: tuple[int, ...] = ()
+    weights_prefix: str = "model."
+    """What the checkpoint puts before `layers.0…`."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.mixers)
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        return tuple(i for i, m in enumerate(self.mixers) if isinstance(m, LinearAttentionSpec))
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        return tuple(i for i, m in enumerate(self.mixers) if isinstance(m, FullAttentionSpec))
