@@ -1,0 +1,57 @@
+"""What the ingress knows of a pool: the request it sends, the news it gets, and the ways it can fail.
+
+The ingress is written against `PoolClient` alone, so that it can be tested without Ray.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
+from hybridserve.replicas.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One answer to one prompt; a client's `n` answers are n of these, `seed` already made different."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What a started engine says of itself."""
+
+    model_type: str
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    dtype: str
+    device: str
+
+
+class PoolError(Exception):
+    """The pool could not finish a request for a reason that is not the client's."""
+
+
+class PoolClient(Protocol):
+    """A pool as the ingress sees it."""
+
+    async def info(self) -> EngineInfo:
+        """Facts of the pool's engine. Raises PoolError when no replica answers."""
+
+    async def ready(self) -> bool:
+        """True once the engine has answered a prompt through all shards."""
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[EngineOutput]:
+        """News of the request until one is `finished`. Closing the iterator early cancels the request.
+
+        Raises:
+            ValueError: the engine refused the request; the message is for the client.
+            PoolError: the replica died or cannot be reached.
+        """
+
+    def load(self) -> EngineLoad | None:
+        """The engine's last known load, or None before the first report."""
