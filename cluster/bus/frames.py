@@ -1,7 +1,8 @@
 """What travels on the token bus, as bytes: length-prefixed msgpack, never pickle.
 
-Owns the wire format. Knows nothing of sockets or of who waits for a stream. Two kinds of frame: news (engine to
-ingress: the engine's load and one entry for each request that has something new) and cancel (ingress to engine).
+Owns the wire format. Knows nothing of sockets or of who waits for a stream. Two kinds of frame: news (engine
+to ingress: the engine's load and one entry for each request that has something new) and cancel (ingress to
+engine).
 """
 
 import struct
@@ -50,7 +51,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class News:
-    """One step's news for one ingress; without entries it says only that the engine is there, and how busy."""
+    """One step's news for one ingress; without entries it says only how busy the engine is."""
 
     load: EngineLoad | None
     entries: tuple[Entry, ...] = ()

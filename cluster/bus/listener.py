@@ -1,7 +1,7 @@
-"""The ingress' end of the token bus: one listening socket, and a queue for each stream that somebody waits for.
+"""The ingress' end of the token bus: one listening socket, and a queue for each stream that is waited for.
 
-Knows nothing of HTTP or Ray. An engine's connection is trusted no further than its keys: news of a stream that
-nobody registered is dropped and counted.
+Knows nothing of HTTP or Ray. An engine's connection is trusted no further than its keys: news of a stream
+that nobody registered is dropped and counted.
 """
 
 import asyncio
@@ -88,7 +88,9 @@ class BusListener:
                 body = await reader.readexactly(frame_length(await reader.readexactly(PREFIX.size)))
                 self._receive(unpack(body), writer)
         except FrameError as error:
-            logger.warning("token bus: dropped a connection from %s: %s", writer.get_extra_info("peername"), error)
+            logger.warning(
+                "token bus: dropped a connection from %s: %s", writer.get_extra_info("peername"), error
+            )
         except (OSError, EOFError) as error:
             logger.info("token bus: an engine's connection ended: %s", error)
         except asyncio.CancelledError:

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 class Channel:
     """The way to one ingress: a backlog of frames and the task that writes them.
 
-    `epoch` grows whenever something may have been lost (a broken connection, an overflowing backlog): who then
-    sends a stream's news for the first time sends all of it again.
+    `epoch` grows whenever something may have been lost (a broken connection, an overflowing backlog): who
+    then sends a stream's news for the first time sends all of it again.
     """
 
     def __init__(

@@ -56,9 +56,7 @@ class FakeEngine:
                 raise RuntimeError("the fake engine was told to die")
             tokens.append(first + len(tokens))
             reason = "length" if len(tokens) == limit else None
-            outputs.append(
-                EngineOutput(request_id, len(tokens) - 1, (tokens[-1],), finish_reason=reason)
-            )
+            outputs.append(EngineOutput(request_id, len(tokens) - 1, (tokens[-1],), finish_reason=reason))
             if reason:
                 del self.running[request_id]
         return outputs

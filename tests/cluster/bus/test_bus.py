@@ -74,7 +74,9 @@ async def test_unknown_keys_and_old_attempts_are_dropped_and_counted() -> None:
         gone = both.listener.open_stream()
         both.listener.close_stream(gone)
         channel = both.sender.open_stream(stream.reply_to.address)
-        both.sender.send(channel, [packed(gone, 0), packed(stream, 0, attempt=0), packed(stream, 5, attempt=1)])
+        both.sender.send(
+            channel, [packed(gone, 0), packed(stream, 0, attempt=0), packed(stream, 5, attempt=1)]
+        )
         assert (await asyncio.wait_for(stream.news.get(), 5)).first_index == 5
         assert both.listener.dropped_entries == 2
         assert gone.news.empty()
@@ -152,7 +154,9 @@ async def test_a_frame_that_is_too_long_is_split_and_an_entry_that_is_too_long_i
         stream = both.listener.open_stream()
         channel = both.sender.open_stream(stream.reply_to.address)
         too_long = frames.pack_entry(Entry(stream.reply_to.key, 0, EngineOutput("", 99, tuple(range(200)))))
-        both.sender.send(channel, [*(packed(stream, index) for index in range(6)), too_long, packed(stream, 6)])
+        both.sender.send(
+            channel, [*(packed(stream, index) for index in range(6)), too_long, packed(stream, 6)]
+        )
         got = [(await asyncio.wait_for(stream.news.get(), 5)).first_index for _ in range(7)]
         assert got == list(range(7))
         assert channel.dropped_frames == 1

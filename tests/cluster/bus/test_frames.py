@@ -79,7 +79,9 @@ def test_length_cap_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
         frames.frame_length(frames.PREFIX.pack(101))
     assert frames.frame_length(frames.PREFIX.pack(100)) == 100
     with pytest.raises(FrameError, match="at most 100 are sent"):
-        frames.pack_news(None, [frames.pack_entry(Entry(b"k" * 16, 0, EngineOutput("", 0, tuple(range(200)))))])
+        frames.pack_news(
+            None, [frames.pack_entry(Entry(b"k" * 16, 0, EngineOutput("", 0, tuple(range(200)))))]
+        )
 
 
 def test_a_token_of_64_streams_is_a_small_frame() -> None:
