@@ -2,9 +2,9 @@
 
     python tests/benchmarks/bench_cpu.py [--model configs/demo-model] [--rounds 5] [--json out.json]
 
-Both sides run fp32 with the same number of threads and alternate round by round, so that a drift of the machine
-hits both; medians over rounds are compared. Run it on an otherwise idle machine: a second busy process slows
-either side many times over. Absolute times hold only for the machine they were taken on.
+Both sides run fp32 with the same number of threads and alternate round by round, so that a drift of the
+machine hits both; medians over rounds are compared. Run it on an otherwise idle machine: a second busy process
+slows either side many times over. Absolute times hold only for the machine they were taken on.
 """
 
 import argparse
@@ -68,7 +68,7 @@ class Theirs:
 
 
 def check_same_tokens(ours: Ours, theirs: Theirs, prompt: list[int]) -> int:
-    """Raise unless both give the same greedy tokens up to the first near tie; return how many were compared."""
+    """Exit unless both give the same greedy tokens up to the first near tie; return how many were compared."""
     # transformers bans end tokens while min_new_tokens lasts, so compare on a plain run
     want = theirs.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS)
     want = want[0, len(prompt) :].tolist()
@@ -170,7 +170,7 @@ def main() -> None:
     compared = check_same_tokens(ours, theirs, prompt)
     rows = measure(ours, theirs, args.rounds, theirs.model.config.vocab_size)
     heading = (
-        f"{datetime.date.today()}, {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, fp32, "
+        f"{datetime.date.today()}, {platform.machine()}, {torch.get_num_threads()} threads, fp32, "
         f"torch {torch.__version__}, transformers {transformers.__version__}, {compared} greedy tokens equal"
     )
     show(rows, heading)
