@@ -8,7 +8,7 @@ from typing import Literal
 from ray import serve
 from ray.serve import Application
 
-from hybridserve.cluster.pool.engine_factory import EngineFactory
+from hybridserve.cluster.pool.engine_factory import CheckpointEngine
 from hybridserve.cluster.pool.replica import EngineActorOptions, PoolReplica
 from hybridserve.cluster.settings import AppSettings
 
@@ -52,7 +52,7 @@ def build_pool(settings: AppSettings, device: Literal["cpu", "cuda"]) -> Applica
             placement_group_bundles=_bundles(settings.parallel.tensor_parallel_size, engine_cpus),
             placement_group_strategy="PACK",
         )
-    return deployment.bind(EngineFactory(settings.engine_config(device)), options)
+    return deployment.bind(CheckpointEngine(settings.engine_config(device)), options)
 
 
 def _bundles(tp_size: int, engine_cpus: float) -> list[dict[str, float]]:

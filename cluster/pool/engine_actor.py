@@ -6,12 +6,12 @@ factory does, in this process alone. Everything but the step loop runs on the ac
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from hybridserve.cluster.bus.frames import Entry, ReplyTo, pack_entry
 from hybridserve.cluster.bus.sender import BusSender, Channel
-from hybridserve.cluster.pool.engine_loop import Engine, EngineLoop
+from hybridserve.cluster.pool.engine_loop import EngineFactory, EngineLoop
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
 from hybridserve.cluster.pool.record import GenerationReply, OutputRecord
 from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
@@ -42,7 +42,7 @@ class EngineActor:
         factory: builds the engine, on the step thread.
     """
 
-    def __init__(self, factory: Callable[[], Engine]) -> None:
+    def __init__(self, factory: EngineFactory) -> None:
         self._loop = EngineLoop(factory, _OnEventLoop(self))
         self._requests: dict[str, _Request] = {}
         self._last_load: EngineLoad | None = None

@@ -3,20 +3,23 @@
 import os
 from dataclasses import dataclass, replace
 
-from hybridserve.cluster.pool.engine_loop import Engine
+from hybridserve.cluster.pool.engine_loop import BuiltEngine
 from hybridserve.replicas.engine.config import EngineConfig
 
 
 @dataclass(frozen=True)
-class EngineFactory:
-    """Picklable without torch; call it to get the engine."""
+class CheckpointEngine:
+    """The factory of an engine for a checkpoint. Picklable without torch; call it to build."""
 
     config: EngineConfig
 
-    def __call__(self) -> Engine:
-        from hybridserve.replicas.engine.engine import build_engine
+    def __call__(self) -> BuiltEngine:
+        from hybridserve.replicas.engine.build import build_engine, resolve_placement
 
-        if self.config.num_threads is None:
+        config = self.config
+        if config.num_threads is None:
             # ray sets OMP_NUM_THREADS from the actor's logical CPUs, a share that says nothing of the machine
-            return build_engine(replace(self.config, num_threads=len(os.sched_getaffinity(0))))
-        return build_engine(self.config)
+            config = replace(config, num_threads=len(os.sched_getaffinity(0)))
+        engine = build_engine(config)
+        placement = resolve_placement(config, engine.model_config)
+        return BuiltEngine(engine, str(placement.device), placement.dtype_name)

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
@@ -24,8 +25,6 @@ class Engine(Protocol):
     model_config: ModelConfig
     max_model_len: int
     max_num_seqs: int
-    device: object
-    dtype: object
 
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises ValueError when the request cannot be served."""
@@ -37,6 +36,18 @@ class Engine(Protocol):
     def has_unfinished(self) -> bool: ...
 
     def load(self) -> EngineLoad: ...
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """What an engine's factory returns."""
+
+    engine: Engine
+    device: str
+    dtype: str
+
+
+EngineFactory = Callable[[], BuiltEngine]
 
 
 class EngineEvents(Protocol):
@@ -64,7 +75,7 @@ class EngineLoop:
         events: is told what happens.
     """
 
-    def __init__(self, factory: Callable[[], Engine], events: EngineEvents) -> None:
+    def __init__(self, factory: EngineFactory, events: EngineEvents) -> None:
         self._factory = factory
         self._events = events
         self._inbox: deque[GenerationRequest | str] = deque()
@@ -96,10 +107,10 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            engine = self._factory()
-            self._events.started(_describe(engine))
+            built = self._factory()
+            self._events.started(_describe(built))
             while not self._closing:
-                self._turn(engine)
+                self._turn(built.engine)
         except Exception as error:
             logger.exception("the engine died")
             self._events.died(f"{type(error).__name__}: {error}")
@@ -131,12 +142,13 @@ class EngineLoop:
             self._events.failed(message.request_id, f"{type(error).__name__}: {error}")
 
 
-def _describe(engine: Engine) -> EngineInfo:
+def _describe(built: BuiltEngine) -> EngineInfo:
+    engine = built.engine
     return EngineInfo(
         model_type=engine.model_config.model_type,
         vocab_size=engine.model_config.vocab_size,
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.max_num_seqs,
-        dtype=str(engine.dtype).removeprefix("torch."),
-        device=str(engine.device),
+        dtype=built.dtype,
+        device=built.device,
     )

@@ -5,7 +5,7 @@ Thin on purpose: it computes nothing and imports no torch, so that it can always
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import ray
@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridserve.cluster.bus.frames import ReplyTo
 from hybridserve.cluster.pool.engine_actor import EngineActor
-from hybridserve.cluster.pool.engine_loop import Engine
+from hybridserve.cluster.pool.engine_loop import EngineFactory
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
 from hybridserve.cluster.pool.record import GenerationReply
 from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
@@ -48,7 +48,7 @@ class PoolReplica:
         RuntimeError: the engine did not start; the message says why.
     """
 
-    async def __init__(self, factory: Callable[[], Engine], options: EngineActorOptions) -> None:
+    async def __init__(self, factory: EngineFactory, options: EngineActorOptions) -> None:
         self._death: str | None = None
         self._engine = _start_actor(factory, options)
         self._info = await self._wait_for_start(options.startup_timeout_s)
@@ -117,7 +117,7 @@ class PoolReplica:
         return self._death
 
 
-def _start_actor(factory: Callable[[], Engine], options: EngineActorOptions) -> ray.actor.ActorHandle:
+def _start_actor(factory: EngineFactory, options: EngineActorOptions) -> ray.actor.ActorHandle:
     """An actor that dies with this process; inside the replica's placement group when it has one."""
     group = get_current_placement_group()
     strategy = (

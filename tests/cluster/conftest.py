@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from hybridserve.cluster.pool.engine_loop import BuiltEngine
 from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
 from hybridserve.replicas.models.specs import ModelConfig
 from hybridserve.replicas.sampling_params import SamplingParams
@@ -25,8 +26,6 @@ class FakeEngine:
         self.model_config = ModelConfig("fake", 1000, 8, 8, 1e-6, True, 256, "float32", ())
         self.max_model_len = 256
         self.max_num_seqs = 64
-        self.device = "cpu"
-        self.dtype = "float32"
         self.step_s = step_s
         self.steps = 0
         self.running: dict[str, list[int]] = {}
@@ -72,10 +71,10 @@ class FakeFactory:
     step_s: float = 0.002
     error: str | None = None
 
-    def __call__(self) -> FakeEngine:
+    def __call__(self) -> BuiltEngine:
         if self.error is not None:
             raise ValueError(self.error)
-        return FakeEngine(self.step_s)
+        return BuiltEngine(FakeEngine(self.step_s), "cpu", "float32")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hybridserve.cluster.pool.engine_loop import Engine, EngineLoop
+from hybridserve.cluster.pool.engine_loop import BuiltEngine, EngineFactory, EngineLoop
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
 from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
 from hybridserve.replicas.sampling_params import SamplingParams
@@ -47,10 +47,10 @@ def recorder() -> Recorder:
 
 
 @pytest.fixture
-def run(recorder: Recorder) -> Iterator[Callable[[Callable[[], Engine]], EngineLoop]]:
+def run(recorder: Recorder) -> Iterator[Callable[[EngineFactory], EngineLoop]]:
     loops = []
 
-    def start(factory: Callable[[], Engine]) -> EngineLoop:
+    def start(factory: EngineFactory) -> EngineLoop:
         loops.append(EngineLoop(factory, recorder))
         loops[-1].start()
         return loops[-1]
@@ -86,7 +86,6 @@ def test_refusals_and_bugs_end_one_request_only(run, recorder) -> None:
     class Picky:
         model_config = type("Config", (), {"model_type": "picky", "vocab_size": 4})
         max_model_len = max_num_seqs = 4
-        device = dtype = "none"
 
         def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
             if request_id == "bad":
@@ -105,7 +104,7 @@ def test_refusals_and_bugs_end_one_request_only(run, recorder) -> None:
         def load(self) -> EngineLoad:
             return EngineLoad(*[0] * 11)
 
-    loop = run(Picky)
+    loop = run(lambda: BuiltEngine(Picky(), "cpu", "float32"))
     loop.submit(request("bad", (1,)))
     loop.submit(request("worse", (1,)))
     assert recorder.next("refused") == ("refused", "bad", "prompt: too long")
