@@ -54,7 +54,7 @@ class PoolClient(Protocol):
         """True once the engine has answered a prompt through all shards."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
-        """News of the request until one is `finished`. Closing the generator early cancels the request.
+        """News of the request until one is `finished`. Closing it early (`aclose`) cancels the request.
 
         Raises (from the first step of the iteration, before any news, unless the pool fails half-way):
             PoolBusy: too many requests are in flight.
