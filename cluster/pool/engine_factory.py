@@ -1,5 +1,6 @@
 """Builds the engine in the process that runs it, so that no other process of the server loads torch."""
 
+import logging
 import os
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ class CheckpointEngine:
     def __call__(self) -> BuiltEngine:
         from hybridserve.replicas.engine.build import build_engine, resolve_placement
 
+        _log_to_stderr()
         config = self.config
         if config.num_threads is None:
             # ray sets OMP_NUM_THREADS from the actor's logical CPUs, a share that says nothing of the machine
@@ -23,3 +25,13 @@ class CheckpointEngine:
         engine = build_engine(config)
         placement = resolve_placement(config, engine.model_config)
         return BuiltEngine(engine, str(placement.device), placement.dtype_name)
+
+
+def _log_to_stderr() -> None:
+    """Ray passes a worker's stderr on to the terminal; its loggers are silent below warnings."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    project = logging.getLogger("hybridserve")
+    project.addHandler(handler)
+    project.setLevel(logging.INFO)
+    project.propagate = False

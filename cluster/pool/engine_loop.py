@@ -108,12 +108,20 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             built = self._factory()
+        except Exception as error:
+            # a ValueError is the configuration's, and says all there is to say
+            logger.error(
+                "the engine could not be built: %s", error, exc_info=not isinstance(error, ValueError)
+            )
+            self._events.died(_name(error))
+            return
+        try:
             self._events.started(_describe(built))
             while not self._closing:
                 self._turn(built.engine)
         except Exception as error:
             logger.exception("the engine died")
-            self._events.died(f"{type(error).__name__}: {error}")
+            self._events.died(_name(error))
 
     def _turn(self, engine: Engine) -> None:
         """Wait for work, take in what has arrived, make one step."""
@@ -139,7 +147,7 @@ class EngineLoop:
         except Exception as error:
             # one request that trips over a bug must not end the others
             logger.exception("request %s could not be added", message.request_id)
-            self._events.failed(message.request_id, f"{type(error).__name__}: {error}")
+            self._events.failed(message.request_id, _name(error))
 
 
 def _describe(built: BuiltEngine) -> EngineInfo:
@@ -152,3 +160,7 @@ def _describe(built: BuiltEngine) -> EngineInfo:
         dtype=built.dtype,
         device=built.device,
     )
+
+
+def _name(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
