@@ -203,7 +203,9 @@ def unit_lower_inverse(a: torch.Tensor) -> torch.Tensor:
         inverse = inverse @ (eye + power @ power)
     while block < size:
         lower = _diagonal_blocks(a, 2 * block)[..., block:, :block]
-        merged = torch.zeros(a.shape[0], size // (2 * block), 2 * block, 2 * block, dtype=a.dtype, device=a.device)
+        merged = torch.zeros(
+            a.shape[0], size // (2 * block), 2 * block, 2 * block, dtype=a.dtype, device=a.device
+        )
         first, second = inverse[:, 0::2], inverse[:, 1::2]
         merged[..., :block, :block] = first
         merged[..., block:, block:] = second
