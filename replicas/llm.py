@@ -10,7 +10,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from hybridserve.replicas.engine.config import EngineConfig
-from hybridserve.replicas.engine.engine import Engine, build_engine
+from hybridserve.replicas.engine.build import build_engine
+from hybridserve.replicas.engine.engine import Engine
 from hybridserve.replicas.generation import TextListener, answer_prompts, naming_prompt
 from hybridserve.replicas.models.config import load_generation_defaults
 from hybridserve.replicas.outputs import RequestOutput
