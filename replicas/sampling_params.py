@@ -72,13 +72,15 @@ class SamplingParams:
         _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
         self._check_stops()
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise ValueError(f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are taken")
+            raise ValueError(
+                f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are taken"
+            )
         for token_id, bias in self.logit_bias.items():
             _whole("logit_bias key", token_id, 0, None)
             _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 
     def _normalise(self) -> None:
-        """Accept one stop string, and lists where tuples are kept, without letting the object stay mutable."""
+        """Accept one stop string, and lists where tuples are kept."""
         stop = self.stop
         if stop is None:
             stop = ()
@@ -90,15 +92,17 @@ class SamplingParams:
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
-            raise ValueError(f"stop has {len(self.stop)} entries, at most {MAX_STOP_STRINGS} are taken")
+            raise ValueError(f"stop has {len(self.stop)} entries, at most {MAX_STOP_STRINGS}")
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop must hold non-empty strings, got {text!r}")
             if len(text) > MAX_STOP_STRING_LENGTH:
-                raise ValueError(f"stop has a string of {len(text)} characters, at most {MAX_STOP_STRING_LENGTH}")
+                raise ValueError(
+                    f"stop has a string of {len(text)} characters, at most {MAX_STOP_STRING_LENGTH}"
+                )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise ValueError(
-                f"stop_token_ids has {len(self.stop_token_ids)} entries, at most {MAX_STOP_TOKEN_IDS} are taken"
+                f"stop_token_ids has {len(self.stop_token_ids)} entries, at most {MAX_STOP_TOKEN_IDS}"
             )
         for token_id in self.stop_token_ids:
             _whole("stop_token_ids entry", token_id, 0, None)

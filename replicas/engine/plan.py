@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hybridserve.replicas.arena.arena import Copies
 from hybridserve.replicas.sampling_params import SamplingParams
 
 
@@ -33,8 +34,9 @@ class ScheduledSequence:
     """Tokens computed before; the first of `token_ids` has this position."""
     unit: int
     """Arena unit id, -1 for models without linear layers."""
-    block_table: tuple[int, ...]
-    """Page entries covering context_len + len(token_ids) tokens; empty for models without full attention."""
+    block_table: Sequence[int]
+    """Page entries covering context_len + len(token_ids) tokens; empty for models without full attention.
+    The request's own list, not a copy: read before the next step is planned."""
     sample: SampleSpec | None
     """None while the prompt is not finished."""
     prompt_logprobs: int | None = None
@@ -46,13 +48,13 @@ class ScheduledSequence:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: page copies first, then the forward pass of all sequences, decode rows first."""
+    """One step: copies first, then the forward pass of all sequences, decode rows first."""
 
     step: int
     sequences: tuple[ScheduledSequence, ...]
     num_decodes: int
-    page_copies: tuple[tuple[int, int], ...] = ()
-    """(source entry, destination entry) of evacuated pages, to be copied before anything is computed."""
+    copies: Copies = Copies()
+    """Evacuated pages and units, to be copied before anything is computed."""
 
     @property
     def num_tokens(self) -> int:

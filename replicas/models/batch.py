@@ -28,9 +28,9 @@ class StepBatch:
     has_initial_state: torch.Tensor
     """bool [S]: context_lens > 0. Where False the unit's bytes are garbage and must not be read."""
     state_indices: torch.Tensor
-    """int64 [S] row of `StateCache.recurrent` and `StateCache.conv`; unused by models without linear layers."""
+    """int64 [S] row of `StateCache.recurrent` and `.conv`; unused by models without linear layers."""
     block_tables: torch.Tensor
-    """int64 [S, max_pages] rows of `KVCache.keys`/`values`, one a page; entries past a sequence's pages are 0."""
+    """int64 [S, max_pages] rows of `KVCache.keys` and `.values`, one a page; 0 past a sequence's pages."""
     slot_mapping: torch.Tensor
     """int64 [T]: row of `KVCache.key_slots`/`value_slots` where each token's K and V go."""
     logits_indices: torch.Tensor
@@ -46,7 +46,7 @@ class KVCache:
     """One full-attention layer's K and V in the arena, as views with the layer's offset inside them.
 
     keys, values: [N, page_size, num_kv_heads, head_dim], row = `block_table` entry.
-    key_slots, value_slots: the same bytes as [N * page_size, num_kv_heads, head_dim], row = `slot_mapping` entry.
+    key_slots, value_slots: the same as [N * page_size, num_kv_heads, head_dim], row = `slot_mapping` entry.
     """
 
     keys: torch.Tensor
@@ -59,11 +59,10 @@ class KVCache:
 class StateCache:
     """One linear-attention layer's states in the arena.
 
-    Rows are windows that start at every 256 bytes, so they overlap; only rows named by `state_indices` are real.
+    Rows are windows that start at every 256 bytes, so they overlap; only those in `state_indices` are real.
     recurrent: fp32 [N, num_v_heads, head_v_dim, head_k_dim] (S[v, k]).
-    conv: model dtype [N, kernel, conv_dim], a ring of the last `kernel` inputs (before the convolution), where
-        the input of position p lies in column p % kernel; after any step of a sequence all columns are
-        defined, positions before 0 being zero.
+    conv: model dtype [N, kernel, conv_dim], a ring of the last `kernel` inputs of the convolution, position p
+        in column p % kernel; after any step of a sequence all columns are defined, zero before position 0.
     """
 
     recurrent: torch.Tensor
