@@ -38,9 +38,7 @@ def generate(
     cache_memory: Annotated[
         str | None, typer.Option(help="Memory for states and KV, such as 512MiB.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Write the answers as JSON lines to this file.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the answers as JSON lines to this file.")] = None,
 ) -> None:
     """Answer prompts on this machine; one prompt streams, several give one JSON line each."""
     prompts = _read_prompts(prompt or [], prompts_file)
@@ -126,9 +124,13 @@ def _report(outputs: Sequence[RequestOutput], stream: bool, file: Path | None) -
             file.write_text(lines, encoding="utf-8")
         else:
             typer.echo(lines, nl=False)
-    failed = [(i, o.outputs[0].stop_reason) for i, o in enumerate(outputs) if o.outputs[0].finish_reason == "error"]
+    failed = [
+        (i, o.outputs[0].stop_reason) for i, o in enumerate(outputs) if o.outputs[0].finish_reason == "error"
+    ]
     if failed:
-        raise ValueError(f"{len(failed)} of {len(outputs)} answers failed; prompt {failed[0][0]}: {failed[0][1]}")
+        raise ValueError(
+            f"{len(failed)} of {len(outputs)} answers failed; prompt {failed[0][0]}: {failed[0][1]}"
+        )
 
 
 def _summary(output: RequestOutput) -> str:

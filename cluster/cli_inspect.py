@@ -72,7 +72,9 @@ def _describe_mixer(mixer: MixerSpec) -> tuple[str, str]:
 
 
 def _memory_table(footprint: Footprint, memory: int, max_context: int) -> Table:
-    table = Table(title=f"in {format_size(memory)}, before workspace", title_justify="left", show_header=False)
+    table = Table(
+        title=f"in {format_size(memory)}, before workspace", title_justify="left", show_header=False
+    )
     table.add_column("what")
     table.add_column("value", justify="right")
     table.add_row("weights", format_size(footprint.weight_bytes))
@@ -88,6 +90,7 @@ def _memory_table(footprint: Footprint, memory: int, max_context: int) -> Table:
     )
     for context in (*(c for c in _CONTEXTS if c < max_context), max_context):
         table.add_row(
-            f"sequences of {context:,} tokens at once", f"{sequences_that_fit(layout, num_extents, context):,}"
+            f"sequences of {context:,} tokens at once",
+            f"{sequences_that_fit(layout, num_extents, context):,}",
         )
     return table

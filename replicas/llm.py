@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from hybridserve.replicas.engine.config import EngineConfig
 from hybridserve.replicas.engine.build import build_engine
+from hybridserve.replicas.engine.config import EngineConfig
 from hybridserve.replicas.engine.engine import Engine
 from hybridserve.replicas.generation import TextListener, answer_prompts, naming_prompt
 from hybridserve.replicas.models.config import load_generation_defaults
