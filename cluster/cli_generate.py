@@ -44,6 +44,7 @@ def generate(
     prompts = _read_prompts(prompt or [], prompts_file)
     if system is not None and not chat:
         raise ValueError("system is a chat message, but chat is not set")
+    conversations = [_conversation(p, system) for p in prompts] if chat else []
     sampling = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -72,7 +73,7 @@ def generate(
     stream = len(prompts) == 1 and output is None
     options = {"use_tqdm": not stream, "on_text": _print_text if stream else None}
     if chat:
-        outputs = llm.chat([_conversation(p, system) for p in prompts], params, **options)
+        outputs = llm.chat(conversations, params, **options)
     else:
         outputs = llm.generate(prompts, params, **options)
     _report(outputs, stream, output)
