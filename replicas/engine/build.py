@@ -14,7 +14,7 @@ from hybridserve.replicas.engine.config import EngineConfig
 from hybridserve.replicas.engine.engine import Engine
 from hybridserve.replicas.engine.sizing import Capacity, describe_capacity, plan_capacity
 from hybridserve.replicas.models.config import load_model_config
-from hybridserve.replicas.models.loading import load_model
+from hybridserve.replicas.models.registry import load_model
 from hybridserve.replicas.models.specs import ModelConfig
 from hybridserve.replicas.runner.runner import ModelRunner
 from hybridserve.replicas.runner.storage import ArenaStorage

@@ -3,8 +3,8 @@
     python tests/benchmarks/bench_cpu.py [--model configs/demo-model] [--rounds 5] [--json out.json]
 
 Both sides run fp32 with the same number of threads and alternate round by round, so that a drift of the
-machine hits both; medians over rounds are compared. Run it on an otherwise idle machine: a second busy process
-slows either side many times over. Absolute times hold only for the machine they were taken on.
+machine hits both; medians over rounds are compared. Run it on an otherwise idle machine: a second busy
+process slows either side many times over. Absolute times hold only for the machine they were taken on.
 """
 
 import argparse
@@ -68,7 +68,7 @@ class Theirs:
 
 
 def check_same_tokens(ours: Ours, theirs: Theirs, prompt: list[int]) -> int:
-    """Exit unless both give the same greedy tokens up to the first near tie; return how many were compared."""
+    """Exit unless both give the same greedy tokens up to the first near tie; return how many that is."""
     # transformers bans end tokens while min_new_tokens lasts, so compare on a plain run
     want = theirs.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS)
     want = want[0, len(prompt) :].tolist()

@@ -1,0 +1,166 @@
+"""The demo model gives the same tokens whatever path they take through the engine."""
+
+import random
+
+import pytest
+import torch
+
+from hybridserve.replicas.engine.build import build_engine
+from hybridserve.replicas.engine.config import EngineConfig
+from hybridserve.replicas.sampling_params import SamplingParams
+
+LENGTHS = (1, 2, 5, 17, 63, 64, 65, 100, 130, 200)
+NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def make(demo_model):
+    """Engines of the demo model on an arena whose every byte is 0xFF (NaN as a float)."""
+
+    def build(extents=None, **options):
+        bytes_per_extent = 1_050_000
+        config = EngineConfig(
+            str(demo_model),
+            device="cpu",
+            cache_memory_bytes=None if extents is None else extents * bytes_per_extent,
+            **options,
+        )
+        engine = build_engine(config)
+        engine._executor._storage.buffer.fill_(0xFF)
+        return engine
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = random.Random(5)
+    return {f"p{n}": [rng.randrange(8192) for _ in range(n)] for n in LENGTHS}
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Half of the requests are greedy, half are drawn with a seed of their own."""
+    return {
+        f"p{n}": SamplingParams(
+            temperature=0 if i % 2 else 0.8, top_p=0.95, seed=100 + i, max_tokens=NEW_TOKENS, ignore_eos=True
+        )
+        for i, n in enumerate(LENGTHS)
+    }
+
+
+def run(engine, requests):
+    """Serve (step to arrive at, name, prompt, params) and return each one's tokens."""
+    tokens = {name: [] for _, name, _, _ in requests}
+    pending, step = list(requests), 0
+    while pending or engine.has_unfinished():
+        for request in [r for r in pending if r[0] <= step]:
+            pending.remove(request)
+            engine.add_request(*request[1:])
+        for out in engine.step():
+            assert out.finish_reason != "error", out.error
+            tokens[out.request_id] += out.token_ids
+        engine.arena.check_integrity()
+        step += 1
+    assert engine.arena.free_extents == engine.arena.num_extents
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def alone(make, prompts, params):
+    """Each prompt's tokens when it has a fresh engine's whole attention."""
+    engine = make(max_num_batched_tokens=1000)
+    return {name: run(engine, [(0, name, prompts[name], params[name])])[name] for name in prompts}
+
+
+def together(prompts, params, gap=0):
+    return [(i * gap, name, prompts[name], params[name]) for i, name in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("budget", [1, 7, 64, 1000])
+def test_any_chunk_budget_and_batch_mix(make, prompts, params, alone, budget):
+    assert run(make(max_num_batched_tokens=budget), together(prompts, params)) == alone
+
+
+@pytest.mark.parametrize("gap", [1, 5])
+def test_requests_that_join_late(make, prompts, params, alone, gap):
+    assert run(make(max_num_batched_tokens=100), together(prompts, params, gap)) == alone
+
+
+def test_one_sequence_at_a_time_reuses_the_slots_of_the_last(make, prompts, params, alone):
+    engine = make(extents=2, max_num_batched_tokens=64)
+    assert engine.max_num_seqs == 1
+    for _ in range(2):
+        assert run(engine, together(prompts, params)) == alone
+
+
+def test_preempted_and_resumed(make, prompts, params, alone):
+    engine = make(extents=4, max_num_batched_tokens=256, page_size=64)
+    assert run(engine, together(prompts, params)) == alone
+    assert engine.load().preemptions > 0
+
+
+def test_evacuated(make, prompts, params, alone):
+    engine = make(extents=5, max_num_batched_tokens=512)
+    moved = []
+    copy = engine._executor._storage.copy
+
+    def watch(copies):
+        moved.extend(copies.pages)
+        copy(copies)
+
+    engine._executor._storage.copy = watch
+    # short answers leave holes in the pages of long ones; newcomers then need a unit
+    rng = random.Random(6)
+    filler = [rng.randrange(8192) for _ in range(420)]
+    short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    requests = [(0, "filler", filler, short), *together(prompts, params, gap=3)]
+    tokens = run(engine, requests)
+    assert moved, "no page was evacuated: the test tests nothing"
+    assert {name: tokens[name] for name in alone} == alone
+
+
+def test_cancelled_neighbours_change_nothing(make, prompts, params, alone):
+    engine = make(max_num_batched_tokens=100)
+    names = list(prompts)
+    for name in names:
+        engine.add_request(name, prompts[name], params[name])
+        engine.add_request(f"{name}-gone", prompts[name][::-1], params[name])
+    tokens = {name: [] for name in names}
+    step = 0
+    while engine.has_unfinished():
+        if step % 2 == 0 and step // 2 < len(names):
+            engine.abort(f"{names[step // 2]}-gone")
+        for out in engine.step():
+            tokens.setdefault(out.request_id, []).extend(out.token_ids)
+        step += 1
+    assert {name: tokens[name] for name in names} == alone
+    assert engine.arena.free_extents == engine.arena.num_extents
+
+
+def test_greedy_tokens_are_transformers_own(make, demo_model):
+    """64 tokens of each prompt, up to the first position where transformers' two best logits nearly tie."""
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(demo_model)
+    texts = [
+        "def fibonacci(n):\n",
+        "import os\nimport sys\n\n",
+        "class Stack:\n    def __init__(self):\n",
+        "# Copyright",
+    ]
+    engine = make(max_num_batched_tokens=64)
+    compared = 0
+    for i, text in enumerate(texts):
+        prompt = tokenizer.encode(text)
+        greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+        got = run(engine, [(0, f"r{i}", prompt, greedy)])[f"r{i}"]
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + got])).logits[0, len(prompt) - 1 : -1]
+        best = logits.topk(2).values
+        for at, token in enumerate(got):
+            if best[at, 0] - best[at, 1] < 1e-3:
+                break
+            assert token == logits[at].argmax().item(), f"token {at} after {text!r}"
+            compared += 1
+    assert compared > 200
