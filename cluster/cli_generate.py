@@ -44,7 +44,7 @@ def generate(
     prompts = _read_prompts(prompt or [], prompts_file)
     if system is not None and not chat:
         raise ValueError("system is a chat message, but chat is not set")
-    conversations = [_conversation(p, system) for p in prompts] if chat else []
+    questions = [_conversation(p, system) for p in prompts] if chat else prompts
     sampling = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -71,11 +71,8 @@ def generate(
     )
     params = replace(llm.get_default_sampling_params(), **sampling)
     stream = len(prompts) == 1 and output is None
-    options = {"use_tqdm": not stream, "on_text": _print_text if stream else None}
-    if chat:
-        outputs = llm.chat(conversations, params, **options)
-    else:
-        outputs = llm.generate(prompts, params, **options)
+    answer = llm.chat if chat else llm.generate
+    outputs = answer(questions, params, use_tqdm=not stream, on_text=_print_text if stream else None)
     _report(outputs, stream, output)
 
 

@@ -1,7 +1,6 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -15,11 +14,6 @@ class Ran:
     code: int
     out: str
     err: str
-
-
-@pytest.fixture(scope="session")
-def demo_model() -> Path:
-    return Path(__file__).parents[3] / "configs" / "demo-model"
 
 
 @pytest.fixture

@@ -72,11 +72,6 @@ class ScriptedEngine:
 
 
 @pytest.fixture(scope="session")
-def demo_model() -> Path:
-    return Path(__file__).parents[3] / "configs" / "demo-model"
-
-
-@pytest.fixture(scope="session")
 def tokenizer(demo_model: Path) -> Tokenizer:
     return Tokenizer.load(demo_model)
 

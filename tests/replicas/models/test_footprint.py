@@ -11,8 +11,6 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from hybridserve.replicas.models.config import load_model_config, parse_model_config
 from hybridserve.replicas.models.footprint import measure_footprint
 
-DEMO_MODEL = Path(__file__).parents[3] / "configs" / "demo-model"
-
 
 def elements_in_files(folder: Path) -> int:
     """Elements of all tensors in the folder's safetensors, from their headers."""
@@ -30,9 +28,9 @@ def elements_in_files(folder: Path) -> int:
     return total
 
 
-def test_demo_model_has_as_many_parameters_as_its_files() -> None:
-    footprint = measure_footprint(load_model_config(DEMO_MODEL), "bfloat16")
-    assert footprint.parameters == 15_134_752 == elements_in_files(DEMO_MODEL)
+def test_demo_model_has_as_many_parameters_as_its_files(demo_model: Path) -> None:
+    footprint = measure_footprint(load_model_config(demo_model), "bfloat16")
+    assert footprint.parameters == 15_134_752 == elements_in_files(demo_model)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -58,19 +56,19 @@ def test_parameters_are_those_of_transformers(tied: bool, key_heads: int) -> Non
     assert measure_footprint(parsed, "float32").parameters == model.num_parameters()
 
 
-def test_bytes_of_the_demo_model() -> None:
-    footprint = measure_footprint(load_model_config(DEMO_MODEL), "bfloat16")
+def test_bytes_of_the_demo_model(demo_model: Path) -> None:
+    footprint = measure_footprint(load_model_config(demo_model), "bfloat16")
     # six layers of 8 heads of 64 x 64 in fp32, and 4 columns of 1,024 channels in bf16
     assert footprint.state_bytes == 6 * (8 * 64 * 64 * 4 + 4 * 1024 * 2)
     # two layers, K and V, 2 heads of 64 in bf16
     assert footprint.kv_bytes_per_token == 2 * 2 * 2 * 64 * 2
     assert [layer.state_bytes > 0 for layer in footprint.layers] == [True, True, True, False] * 2
     assert footprint.weight_bytes == 2 * footprint.parameters
-    assert measure_footprint(load_model_config(DEMO_MODEL), "float32").kv_bytes_per_token == 2048
+    assert measure_footprint(load_model_config(demo_model), "float32").kv_bytes_per_token == 2048
 
 
-def test_two_shards_halve_what_is_cut() -> None:
-    config = load_model_config(DEMO_MODEL)
+def test_two_shards_halve_what_is_cut(demo_model: Path) -> None:
+    config = load_model_config(demo_model)
     whole, half = (measure_footprint(config, "bfloat16", tp_size=size) for size in (1, 2))
     assert half.state_bytes == whole.state_bytes // 2
     assert half.kv_bytes_per_token == whole.kv_bytes_per_token // 2
@@ -79,7 +77,7 @@ def test_two_shards_halve_what_is_cut() -> None:
     assert measure_footprint(config, "bfloat16", tp_size=4).kv_bytes_per_token == half.kv_bytes_per_token
 
 
-def test_a_shard_count_that_does_not_divide_is_named() -> None:
-    config = replace(load_model_config(DEMO_MODEL), intermediate_size=960)
+def test_a_shard_count_that_does_not_divide_is_named(demo_model: Path) -> None:
+    config = replace(load_model_config(demo_model), intermediate_size=960)
     with pytest.raises(ValueError, match="tp_size 3 does not divide"):
         measure_footprint(config, "bfloat16", tp_size=3)

@@ -6,17 +6,10 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from hybridserve.replicas.text.tokenizer import Tokenizer
 
-DEMO_MODEL = Path(__file__).parents[3] / "configs" / "demo-model"
-
 
 @pytest.fixture(scope="session")
-def demo_model() -> Path:
-    return DEMO_MODEL
-
-
-@pytest.fixture(scope="session")
-def byte_level() -> Tokenizer:
-    return Tokenizer.load(DEMO_MODEL)
+def byte_level(demo_model: Path) -> Tokenizer:
+    return Tokenizer.load(demo_model)
 
 
 @pytest.fixture(scope="session")
