@@ -58,17 +58,18 @@ def linear_attention_prefill(
     assert chunk_size & (chunk_size - 1) == 0
     if num_tokens == 0:
         return torch.empty_like(v)
-    layout = ChunkLayout.build(query_lens, chunk_size, v.device)
-    q, k = _prepare_qk(q, k, scale, qk_l2norm)
-    rows = state_indices[layout.order]
-    initial = torch.where(
-        has_initial_state[layout.order][:, None, None, None], state.index_select(0, rows), 0.0
-    )
-    if g is not None:
-        g = g.float().clamp(min=MIN_LOG_DECAY)
-    out, final = chunkwise_scan(layout, q, k, v, g, beta, initial)
-    state.index_copy_(0, rows, final)
-    return out.to(v.dtype)
+    layout = ChunkLayout.build(query_lens, chunk_size)
+    rows, known = state_indices[layout.order], has_initial_state[layout.order]
+    carried = torch.where(known[:, None, None, None], state.index_select(0, rows), 0.0)
+    out = torch.empty_like(v)
+    for group in layout.groups():
+        part_q, part_k = _prepare_qk(group.take(q), group.take(k), scale, qk_l2norm)
+        part_g = None if g is None else group.take(g).float().clamp(min=MIN_LOG_DECAY)
+        part_beta = None if beta is None else group.take(beta).float()
+        part_v = group.take(v).float()
+        group.put(out, chunkwise_scan(group, part_q, part_k, part_v, part_g, part_beta, carried))
+    state.index_copy_(0, rows, carried)
+    return out
 
 
 def linear_attention_decode(
