@@ -12,7 +12,6 @@ from itertools import pairwise
 
 import torch
 
-
 # chunks worked on together: enough for batched products, few enough that their matrices stay in the cache
 GROUP_CHUNKS = 8
 
@@ -154,8 +153,9 @@ def chunkwise_scan(
 def _no_decay(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor | None) -> _Chunks:
     group = v.shape[1] // k.shape[1]
     scores = (q @ k.transpose(-1, -2)).tril_().repeat_interleave(group, 1)
-    u, w = v.transpose(-1, -2).contiguous(), None
-    if beta is not None:
+    if beta is None:
+        u, w = v.transpose(-1, -2).contiguous(), None
+    else:
         kk = (k @ k.transpose(-1, -2)).repeat_interleave(group, 1)
         inverse = unit_lower_inverse(kk * beta.unsqueeze(-1)) * beta.unsqueeze(-2)
         u, w = v.transpose(-1, -2) @ inverse.transpose(-1, -2), _stacked(inverse, k)
@@ -174,8 +174,9 @@ def _head_decay(
     scores = ((q @ k.transpose(-1, -2)).tril_().unsqueeze(2) * between).flatten(1, 2)
     decay_in = total.float().exp_()
     decay_out = (total[..., -1:] - total).float().exp_()
-    u, w = v.transpose(-1, -2).contiguous(), None
-    if beta is not None:
+    if beta is None:
+        u, w = v.transpose(-1, -2).contiguous(), None
+    else:
         kk = (k @ k.transpose(-1, -2)).unsqueeze(2)
         a = between.mul_(kk).flatten(1, 2).mul_(beta.unsqueeze(-1))
         inverse = unit_lower_inverse(a).mul_(beta.unsqueeze(-2))
@@ -194,8 +195,9 @@ def _channel_decay(
     scores, kk = _decayed_products(q, k, total)
     decay_in = total.float().exp_()
     decay_out = (total[..., -1:, :] - total).float().exp_()
-    u, w = v.transpose(-1, -2).contiguous(), None
-    if beta is not None:
+    if beta is None:
+        u, w = v.transpose(-1, -2).contiguous(), None
+    else:
         inverse = unit_lower_inverse(kk * beta.unsqueeze(-1)) * beta.unsqueeze(-2)
         u, w = v.transpose(-1, -2) @ inverse.transpose(-1, -2), inverse @ (k * decay_in)
     return _Chunks(q * decay_in, k * decay_out, scores, u, w, None, None, decay_in[..., -1:, :])
@@ -234,7 +236,8 @@ def unit_lower_inverse(a: torch.Tensor) -> torch.Tensor:
     merged in pairs by products, which took twice as long.
     """
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
-    return torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
+    # the transposed problem is the one LAPACK's column order takes and gives without a copy
+    return torch.linalg.solve_triangular(a.mT, eye, upper=True, unitriangular=True).mT
 
 
 def _stacked(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
