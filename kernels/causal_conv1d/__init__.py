@@ -1,0 +1,9 @@
+"""Causal depthwise convolution over time with silu, with the last inputs of a sequence kept in a ring."""
+
+from hybridserve.kernels.causal_conv1d.cpu import (
+    causal_conv1d_decode,
+    causal_conv1d_prefill,
+    make_phase_weight,
+)
+
+__all__ = ["causal_conv1d_decode", "causal_conv1d_prefill", "make_phase_weight"]

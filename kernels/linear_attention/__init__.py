@@ -1,0 +1,9 @@
+"""Linear attention with a matrix state: decay per head, per key channel or none; delta rule or not."""
+
+from hybridserve.kernels.linear_attention.cpu import (
+    gdn_gates,
+    linear_attention_decode,
+    linear_attention_prefill,
+)
+
+__all__ = ["gdn_gates", "linear_attention_decode", "linear_attention_prefill"]

@@ -1,0 +1,5 @@
+"""Rotary position embedding of a head's leading dims, in the half-split order."""
+
+from hybridserve.kernels.rotary.cpu import apply_rotary, rotary_cos_sin
+
+__all__ = ["apply_rotary", "rotary_cos_sin"]

@@ -1,0 +1,10 @@
+"""Gated activations on the CPU: computed in fp32, returned in the dtype of the input."""
+
+import torch
+import torch.nn.functional as F
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [T, 2I], gate first -> silu(gate) * up, [T, I]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate.float()).mul_(up).to(gate_up.dtype)

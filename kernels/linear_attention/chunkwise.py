@@ -1,0 +1,258 @@
+"""The chunkwise form of linear attention: matrix products inside chunks, one serial pass over chunks.
+
+Inside a chunk the delta rule's updates are u = T (beta v - beta exp(G) k S^T), with G the running sum of the log
+decay and T = (I + A)^-1, A the strictly lower triangle of beta_i (k_i . k_j) exp(G_i - G_j) (the WY form; Yang et
+al. 2024, arXiv 2406.06484 and 2412.06464). Only exponentials of non-positive numbers are ever taken. Knows
+nothing of where states are stored.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """Where tokens lie when every sequence is padded to whole chunks.
+
+    Sequences that have tokens are ranked by their number of chunks, most first; chunk i of all sequences that
+    have one lie together, by rank. So step i of the serial pass is one slice, over a prefix of the sequences.
+    """
+
+    chunk_size: int
+    order: torch.Tensor
+    """int64 [S']: index of the sequence of each rank; sequences without tokens are absent."""
+    offsets: tuple[int, ...]
+    """First chunk row of each step of the serial pass, and the number of chunks last."""
+    slots: torch.Tensor | None
+    """int64 [T]: padded position of each token; None when nothing moves."""
+
+    @classmethod
+    def build(cls, query_lens: tuple[int, ...], chunk_size: int, device: torch.device) -> "ChunkLayout":
+        counts = [-(-n // chunk_size) for n in query_lens]
+        order = sorted((i for i, n in enumerate(counts) if n), key=lambda i: -counts[i])
+        offsets = [0]
+        for step in range(counts[order[0]]):
+            offsets.append(offsets[-1] + sum(counts[i] > step for i in order))
+        slots = None
+        if len(order) > 1 or query_lens[order[0]] % chunk_size:
+            first_rows = torch.tensor(offsets[:-1])
+            parts: list[torch.Tensor] = [torch.empty(0, dtype=torch.int64)] * len(query_lens)
+            for rank, i in enumerate(order):
+                token = torch.arange(query_lens[i])
+                parts[i] = (first_rows[token // chunk_size] + rank) * chunk_size + token % chunk_size
+            slots = torch.cat(parts).to(device)
+        return cls(chunk_size, torch.tensor(order, device=device), tuple(offsets), slots)
+
+    @property
+    def num_chunks(self) -> int:
+        return self.offsets[-1]
+
+    def to_chunks(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H, ...] of any dtype -> fp32 [chunks, H, chunk_size, ...], zero where there is no token."""
+        if self.slots is not None:
+            padded = torch.zeros(self.num_chunks * self.chunk_size, *x.shape[1:], device=x.device)
+            x = padded.index_copy_(0, self.slots, x.float())
+        return x.view(self.num_chunks, self.chunk_size, *x.shape[1:]).transpose(1, 2).float().contiguous()
+
+    def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """[chunks, chunk_size, H, V] -> [T, H, V]."""
+        x = x.reshape(self.num_chunks * self.chunk_size, *x.shape[2:])
+        return x if self.slots is None else x.index_select(0, self.slots)
+
+
+@dataclass
+class _Chunks:
+    """What the serial pass and the outputs need of all chunks. Hx is Hk where decay is per head, else Hv."""
+
+    q: torch.Tensor
+    """[chunks, Hx, C, K]: q, with a per-channel decay since the chunk's start folded in."""
+    k: torch.Tensor
+    """[chunks, Hx, C, K]: k, with a per-channel decay to the chunk's end folded in."""
+    scores: torch.Tensor
+    """[chunks, Hv, C, C]: lower triangle of (q_i . k_j) with the decay between them."""
+    u: torch.Tensor
+    """[chunks, Hv, V, C]: the updates a zero state at the chunk's start would get."""
+    w: torch.Tensor | None
+    """[chunks, Hv, C, K]: what is subtracted from u is S w^T; None without delta rule."""
+    decay_in: torch.Tensor | None
+    """[chunks, Hv, C]: decay from the chunk's start to each token, where not folded into q."""
+    decay_out: torch.Tensor | None
+    """[chunks, Hv, C]: decay from each token to the chunk's end, where not folded into k."""
+    decay_chunk: torch.Tensor | None
+    """[chunks, Hv, 1, 1 or K]: decay over the whole chunk."""
+
+
+def chunkwise_scan(
+    layout: ChunkLayout,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    initial: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All sequences of `layout` from the states `initial` fp32 [S', Hv, V, K] (by rank; overwritten).
+
+    q, k, v, g, beta as in `linear_attention_prefill`, q and k normalised and scaled.
+    Returns (out fp32 [T, Hv, V], final states [S', Hv, V, K]).
+    """
+    q, k, v = layout.to_chunks(q), layout.to_chunks(k), layout.to_chunks(v)
+    beta = None if beta is None else layout.to_chunks(beta)
+    if g is None:
+        chunks = _no_decay(q, k, v, beta)
+    elif g.ndim == 2:
+        chunks = _head_decay(q, k, v, layout.to_chunks(g), beta)
+    else:
+        chunks = _channel_decay(q, k, v, layout.to_chunks(g), beta)
+    before = _serial_pass(layout, chunks, initial)
+    return layout.to_tokens(_outputs(chunks, before)), initial
+
+
+def _no_decay(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor | None) -> _Chunks:
+    group = v.shape[1] // k.shape[1]
+    scores = (q @ k.transpose(-1, -2)).tril_().repeat_interleave(group, 1)
+    u, w = v.transpose(-1, -2).contiguous(), None
+    if beta is not None:
+        kk = (k @ k.transpose(-1, -2)).tril_(-1).repeat_interleave(group, 1)
+        inverse = unit_lower_inverse(kk * beta.unsqueeze(-1)) * beta.unsqueeze(-2)
+        u, w = v.transpose(-1, -2) @ inverse.transpose(-1, -2), _stacked(inverse, k)
+    return _Chunks(q, k, scores, u, w, None, None, None)
+
+
+def _head_decay(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor | None
+) -> _Chunks:
+    """Decay per head: products of q and k are made once per key head and shared by its value heads."""
+    num_chunks, num_k_heads, size, _ = k.shape
+    # sums in fp64: the difference of two large fp32 sums would lose the small decays between them
+    total = g.double().cumsum(-1)
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).clamp_(max=0).float().exp_()
+    between = between.view(num_chunks, num_k_heads, -1, size, size)
+    scores = ((q @ k.transpose(-1, -2)).tril_().unsqueeze(2) * between).flatten(1, 2)
+    decay_in = total.float().exp_()
+    decay_out = (total[..., -1:] - total).float().exp_()
+    u, w = v.transpose(-1, -2).contiguous(), None
+    if beta is not None:
+        kk = (k @ k.transpose(-1, -2)).tril_(-1).unsqueeze(2)
+        a = between.mul_(kk).flatten(1, 2).mul_(beta.unsqueeze(-1))
+        inverse = unit_lower_inverse(a).mul_(beta.unsqueeze(-2))
+        u = v.transpose(-1, -2) @ inverse.transpose(-1, -2)
+        w = _stacked(inverse.mul_(decay_in.unsqueeze(-2)), k)
+    return _Chunks(q, k, scores, u, w, decay_in, decay_out, decay_in[..., -1:, None])
+
+
+def _channel_decay(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor | None
+) -> _Chunks:
+    """Decay per key channel: nothing is shared between value heads."""
+    group = v.shape[1] // k.shape[1]
+    q, k = q.repeat_interleave(group, 1), k.repeat_interleave(group, 1)
+    total = g.double().cumsum(-2)
+    scores, kk = _decayed_products(q, k, total)
+    decay_in = total.float().exp_()
+    decay_out = (total[..., -1:, :] - total).float().exp_()
+    u, w = v.transpose(-1, -2).contiguous(), None
+    if beta is not None:
+        inverse = unit_lower_inverse(kk * beta.unsqueeze(-1)) * beta.unsqueeze(-2)
+        u, w = v.transpose(-1, -2) @ inverse.transpose(-1, -2), inverse @ (k * decay_in)
+    return _Chunks(q * decay_in, k * decay_out, scores, u, w, None, None, decay_in[..., -1:, :])
+
+
+def _decayed_products(
+    q: torch.Tensor, k: torch.Tensor, total: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lower triangles of sum_c q_ic k_jc exp(G_ic - G_jc), with diagonal, and of the same with k for q, without.
+
+    By halving: tokens i of a block's second half and j of its first are both measured from the last token of
+    the first half, so that each factor's exponent is <= 0 and no [C, C, K] tensor is built.
+    """
+    size, key_dim = k.shape[-2:]
+    scores = torch.diag_embed((q * k).sum(-1))
+    kk = torch.zeros_like(scores)
+    half = size // 2
+    while half:
+        split = (*k.shape[:-2], size // (2 * half), 2, half, key_dim)
+        sums, qs, ks = total.view(split), q.view(split), k.view(split)
+        middle = sums[..., 0, -1:, :]
+        late = (sums[..., 1, :, :] - middle).float().exp_()
+        early = (ks[..., 0, :, :] * (middle - sums[..., 0, :, :]).float().exp_()).transpose(-1, -2)
+        for product, rows in ((scores, qs), (kk, ks)):
+            blocks = product.unflatten(-1, (-1, 2 * half)).unflatten(-3, (-1, 2 * half))
+            diagonal = blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+            diagonal[..., half:, :half] = (rows[..., 1, :, :] * late) @ early
+        half //= 2
+    return scores, kk
+
+
+def unit_lower_inverse(a: torch.Tensor) -> torch.Tensor:
+    """(I + a)^-1 for strictly lower triangular a [..., C, C], C a power of two.
+
+    Blocks of 8 by (I - a)(I + a^2)(I + a^4), exact since a^8 = 0 there; then blocks are merged in pairs,
+    [[X, 0], [-Z L X, Z]]. The product form alone would cancel badly at 64 where keys are alike.
+    """
+    shape, size = a.shape, a.shape[-1]
+    a = a.reshape(-1, size, size)
+    block = min(8, size)
+    base = _diagonal_blocks(a, block).contiguous()
+    eye = torch.eye(block, dtype=a.dtype, device=a.device)
+    power = base @ base
+    inverse = (eye - base) @ (eye + power)
+    if block > 4:
+        inverse = inverse @ (eye + power @ power)
+    while block < size:
+        lower = _diagonal_blocks(a, 2 * block)[..., block:, :block]
+        merged = torch.zeros(a.shape[0], size // (2 * block), 2 * block, 2 * block, dtype=a.dtype, device=a.device)
+        first, second = inverse[:, 0::2], inverse[:, 1::2]
+        merged[..., :block, :block] = first
+        merged[..., block:, block:] = second
+        merged[..., block:, :block] = (second @ lower @ first).neg_()
+        inverse, block = merged, 2 * block
+    return inverse.view(shape)
+
+
+def _diagonal_blocks(a: torch.Tensor, block: int) -> torch.Tensor:
+    """View of the blocks on the diagonal of a [B, C, C], as [B, C / block, block, block]."""
+    batch, size, _ = a.shape
+    blocks = a.view(batch, size // block, block, size // block, block)
+    return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)
+
+
+def _stacked(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left [chunks, Hv, R, C] @ right [chunks, Hx, C, K] of its key head -> [chunks, Hv, R, K]."""
+    chunks, num_v_heads, rows, _ = left.shape
+    stacked = left.reshape(chunks, right.shape[1], -1, left.shape[-1])
+    return (stacked @ right).view(chunks, num_v_heads, rows, right.shape[-1])
+
+
+def _serial_pass(layout: ChunkLayout, chunks: _Chunks, state: torch.Tensor) -> torch.Tensor:
+    """Carry `state` [S', Hv, V, K] through the chunks, in place, turning `chunks.u` into the true updates.
+
+    Returns the states before each chunk, [chunks, Hv, V, K].
+    """
+    before = torch.empty(layout.num_chunks, *state.shape[1:], device=state.device)
+    for start, end in pairwise(layout.offsets):
+        active = state[: end - start]
+        before[start:end] = active
+        u = chunks.u[start:end]
+        if chunks.w is not None:
+            u -= active @ chunks.w[start:end].transpose(-1, -2)
+        if chunks.decay_chunk is not None:
+            active *= chunks.decay_chunk[start:end]
+        if chunks.decay_out is not None:
+            u = u * chunks.decay_out[start:end].unsqueeze(-2)
+        active += _stacked(u, chunks.k[start:end])
+    return before
+
+
+def _outputs(chunks: _Chunks, before: torch.Tensor) -> torch.Tensor:
+    """[chunks, C, Hv, V]: what the state at the chunk's start gives each token, and what its own chunk does."""
+    num_chunks, num_v_heads, v_dim, _ = before.shape
+    num_x_heads, size = chunks.q.shape[1:3]
+    stacked = before.view(num_chunks, num_x_heads, -1, before.shape[-1])
+    old = (chunks.q @ stacked.transpose(-1, -2)).view(num_chunks, num_x_heads, size, -1, v_dim)
+    old = old.transpose(1, 2).reshape(num_chunks, size, num_v_heads, v_dim)
+    if chunks.decay_in is not None:
+        old *= chunks.decay_in.transpose(1, 2).unsqueeze(-1)
+    return old.add_((chunks.scores @ chunks.u.transpose(-1, -2)).transpose(1, 2))

@@ -1,0 +1,208 @@
+"""The sampler on the CPU: penalties, temperature, top-k, top-p, min-p, the draw, and logprobs.
+
+A row's result is a function of that row alone. Knows nothing of requests; random numbers are handed in.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+# likeliest tokens looked at before a row's whole vocabulary is sorted
+CANDIDATES = 256
+# columns summed together: a row's sum then has one order whatever the number of rows or threads
+BLOCK = 512
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniform: torch.Tensor,
+) -> torch.Tensor:
+    """One token a row.
+
+    logits: fp32 [B, V]. temperature, top_p, min_p: floating [B]; top_k: integer [B]. Temperature 0 is greedy (the
+        lowest id of the largest logit); top_k <= 0, top_p >= 1 and min_p <= 0 are off.
+    uniform: fp64 [B] in [0, 1), the point of the cumulative distribution that is drawn.
+    Returns int64 [B]. Filters apply in the order temperature, top_k, top_p, min_p; equal logits rank by rising id.
+    The draw walks the tokens by rank, or by id where no filter is on.
+    """
+    tokens = logits.argmax(-1)
+    random = temperature > 0
+    if not bool(random.any()):
+        return tokens
+    filtered = random & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    for rows, draw in ((random & ~filtered, _draw_unfiltered), (filtered, _draw_filtered)):
+        index = rows.nonzero().squeeze(1)
+        if index.numel():
+            options = (x.index_select(0, index) for x in (temperature, top_k, top_p, min_p, uniform))
+            tokens[index] = draw(logits.index_select(0, index), *options)
+    return tokens
+
+
+def penalize(
+    logits: torch.Tensor,
+    prompt_ids: torch.Tensor | Sequence[torch.Tensor],
+    output_ids: torch.Tensor | Sequence[torch.Tensor],
+    repetition: float | Sequence[float],
+    presence: float | Sequence[float],
+    frequency: float | Sequence[float],
+) -> None:
+    """Apply penalties to logits [V], or [B, V] with one entry a row in every other argument, in place.
+
+    prompt_ids, output_ids: int64 [n], any n. A token of prompt or output has its logit divided by `repetition`
+    where positive, else multiplied by it (Keskar et al. 2019); then a token of the output loses `presence` once
+    and `frequency` for each time it occurs (OpenAI's definition). 1, 0 and 0 change nothing.
+    """
+    if logits.ndim == 2:
+        for row in zip(logits, prompt_ids, output_ids, repetition, presence, frequency, strict=True):
+            penalize(*row)
+        return
+    if repetition != 1.0:
+        seen = torch.cat((prompt_ids, output_ids)).unique()
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / repetition, values * repetition)
+    if presence or frequency:
+        ids, counts = output_ids.unique(return_counts=True)
+        logits[ids] -= presence + frequency * counts.to(logits.dtype)
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log probabilities of given tokens and of the likeliest ones.
+
+    logits: fp32 [R, V]. token_ids: int64 [R]. num_top: how many of the likeliest to return, at most V.
+    Returns logprob fp32 [R]; rank int64 [R] (1: no token is likelier); top_ids int64 [R, num_top] and their
+    top_logprobs fp32, likeliest first, equal ones by rising id.
+    """
+    normalizer = logits.logsumexp(-1, keepdim=True)
+    chosen = logits.gather(1, token_ids.unsqueeze(1))
+    rank = 1 + (logits > chosen).sum(-1)
+    values, ids = _ranked(logits, num_top)
+    return (chosen - normalizer).squeeze(1), rank, ids, values - normalizer
+
+
+def rows_finite(logits: torch.Tensor) -> torch.Tensor:
+    """bool [R]: whether a row of logits [R, V] is free of NaN and infinities."""
+    # a finite sum of products with zero: 0 * NaN and 0 * inf are NaN
+    return (logits * 0).sum(-1) == 0
+
+
+def _ranked(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` largest of each row and their ids, by falling value and rising id."""
+    if 2 * count >= logits.shape[1]:
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+        return values[:, :count], ids[:, :count]
+    # one more than asked for tells whether equal values were cut apart
+    values, ids = logits.topk(count + 1, -1)
+    ids, order = ids.sort(-1)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    values, ids, beyond = values[:, :count], ids[:, :count], values[:, count]
+    if count:
+        cut = (values[:, -1] == beyond).nonzero().squeeze(1)
+        if cut.numel():
+            full_values, full_ids = logits[cut].sort(dim=-1, descending=True, stable=True)
+            values[cut], ids[cut] = full_values[:, :count], full_ids[:, :count]
+    return values, ids
+
+
+def _below(total: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """uniform * total, strictly below total, fp64 [R]: rounding must not step past the last token."""
+    return torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+
+
+def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """int64 [R]: first column of cumulative [R, n] above target [R]; in range even where a row is NaN."""
+    index = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
+    return index.clamp_(max=cumulative.shape[1] - 1)
+
+
+def _block_weights(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """exp((logit - max) / temperature) as fp32 [R, blocks, BLOCK], and its sums over a block, fp64 [R, blocks]."""
+    num_rows, vocab = logits.shape
+    peak = logits.amax(-1, keepdim=True)
+    weights = torch.zeros(num_rows, -(-vocab // BLOCK) * BLOCK, device=logits.device)
+    torch.sub(logits, peak, out=weights[:, :vocab])
+    weights[:, :vocab].div_(temperature.float().unsqueeze(1)).exp_()
+    weights = weights.view(num_rows, -1, BLOCK)
+    return weights, weights.sum(-1, dtype=torch.float64)
+
+
+def _draw_unfiltered(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniform: torch.Tensor,
+) -> torch.Tensor:
+    """Draw from whole rows: first a block of ids, then an id in it. The filters are known to be off."""
+    weights, sums = _block_weights(logits, temperature)
+    cumulative = sums.cumsum(-1)
+    target = _below(cumulative[:, -1], uniform)
+    block = _first_above(cumulative, target)
+    before = (cumulative - sums).gather(1, block.unsqueeze(1)).squeeze(1)
+    inside = weights[torch.arange(len(block), device=block.device), block].double().cumsum(-1)
+    total = inside[:, -1]
+    target = torch.minimum((target - before).clamp_(min=0), torch.nextafter(total, torch.zeros_like(total)))
+    return block * BLOCK + _first_above(inside, target)
+
+
+def _draw_filtered(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniform: torch.Tensor,
+) -> torch.Tensor:
+    """Draw from the candidates of each row; rows they do not settle are sorted whole."""
+    vocab = logits.shape[1]
+    count = min(CANDIDATES, vocab)
+    options = (temperature.double(), top_k, top_p.double(), min_p.double(), uniform)
+    _, sums = _block_weights(logits, temperature)
+    options = (*options, sums.sum(-1))
+    values, ids = _ranked(logits, count)
+    position, settled = _draw_ranked(values, vocab, *options)
+    tokens = ids.gather(1, position.unsqueeze(1)).squeeze(1)
+    rest = (~settled).nonzero().squeeze(1)
+    if rest.numel():
+        values, ids = logits.index_select(0, rest).sort(dim=-1, descending=True, stable=True)
+        position, _ = _draw_ranked(values, vocab, *(x.index_select(0, rest) for x in options))
+        tokens[rest] = ids.gather(1, position.unsqueeze(1)).squeeze(1)
+    return tokens
+
+
+def _draw_ranked(
+    values: torch.Tensor,
+    vocab: int,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniform: torch.Tensor,
+    total: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank drawn from the n largest logits of a row, values fp32 [R, n], and whether n were enough to know it.
+
+    Every filter keeps a prefix of the ranking, so that the shortest prefix decides. total: fp64 [R], the sum of
+    exp((logit - max) / temperature) over the whole row.
+    """
+    count = values.shape[1]
+    weights = ((values - values[:, :1]).double() / temperature.unsqueeze(1)).exp_()
+    cumulative = weights.cumsum(-1)
+    limit = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
+    within = limit.clamp(max=count)
+    total = torch.where(limit <= count, cumulative.gather(1, (within - 1).unsqueeze(1)).squeeze(1), total)
+    keep = (cumulative - weights) < (top_p * total).unsqueeze(1)
+    keep |= (top_p >= 1).unsqueeze(1)
+    keep &= weights >= min_p.unsqueeze(1)
+    kept = torch.minimum(keep.sum(-1), within).clamp_(min=1)
+    # a top_k beyond the n largest leaves even the sum that top_p refers to unknown
+    settled = (limit <= count) | ((limit == vocab) & (kept < count))
+    target = _below(cumulative.gather(1, (kept - 1).unsqueeze(1)).squeeze(1), uniform)
+    return torch.minimum(_first_above(cumulative, target), kept - 1), settled
