@@ -3,7 +3,7 @@
 The ingress is written against `PoolClient` alone, so that it can be tested without Ray.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,8 +45,8 @@ class PoolClient(Protocol):
     async def ready(self) -> bool:
         """True once the engine has answered a prompt through all shards."""
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[EngineOutput]:
-        """News of the request until one is `finished`. Closing the iterator early cancels the request.
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
+        """News of the request until one is `finished`. Closing it early (`aclose`) cancels the request.
 
         Raises:
             ValueError: the engine refused the request; the message is for the client.
