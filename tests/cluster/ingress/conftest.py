@@ -27,7 +27,7 @@ END = 2
 
 
 class FakePool:
-    """Answers with tokens that follow from the prompt and the seed; can be slow, stuck or broken at a token."""
+    """Answers with tokens that follow from the prompt and the seed; can be slow, stuck or broken."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -76,7 +76,9 @@ class FakePool:
             for first in range(0, len(ids), self.tokens_per_news):
                 await self._step(first)
                 if self.engine_error_at == first:
-                    yield EngineOutput(request.request_id, first, finish_reason="error", error="NaN in logits")
+                    yield EngineOutput(
+                        request.request_id, first, finish_reason="error", error="NaN in logits"
+                    )
                     return
                 self.sent += 1
                 yield self._news(request, first, ids)
