@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from hybridserve.cluster.ingress.json_text import to_json
-from hybridserve.cluster.pool.interface import PoolError
+from hybridserve.cluster.pool.interface import PoolBusy, PoolError
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,8 @@ def translate(error: Exception, retry_after: str) -> ApiError:
     """Any failure of a generation as an answer; what is not foreseen is logged with its trace."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, PoolBusy):
+        return ApiError(429, str(error), code="overloaded", headers={"Retry-After": str(error.retry_after_s)})
     if isinstance(error, PoolError):
         return ApiError(503, str(error), code="pool_unavailable", headers={"Retry-After": retry_after})
     logger.error("request failed", exc_info=error)

@@ -121,6 +121,9 @@ async def _answer(service: Service, job: Job, index: int) -> AsyncGenerator[Piec
                 output = await _next(news, request.request_id)
                 if output.token_ids:
                     clock.tokens(len(output.token_ids))
+                elif not output.finished:
+                    # only says that the engine has the request
+                    continue
                 piece = text.take(output)
                 if piece.finish_reason is not None:
                     break

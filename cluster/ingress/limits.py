@@ -94,6 +94,11 @@ class BodyLimit:
         )
 
 
+def _path(scope: Scope) -> str:
+    """The path below the prefix that the application is mounted at."""
+    return scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
+
+
 class Admission:
     """Lets so many generation requests in, and answers 429 to the rest.
 
@@ -118,7 +123,7 @@ class Admission:
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in self._paths:
+        if scope["type"] != "http" or _path(scope) not in self._paths:
             await self._app(scope, receive, send)
             return
         if self._in_flight >= self._max_requests:

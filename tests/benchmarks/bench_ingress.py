@@ -1,7 +1,8 @@
 """What the ingress itself costs: a pool that answers at once, called through ASGI without a socket.
 
-Prints medians, in microseconds, of a request with one token and of every further token, for each endpoint, whole
-and as a stream. Run it alone on a core: `taskset -c 0 python tests/benchmarks/bench_ingress.py MODEL_FOLDER`.
+Prints medians, in microseconds of CPU time, of a request with one token and of every further token, for each
+endpoint, whole and as a stream. Run it on one core:
+`taskset -c 0 python tests/benchmarks/bench_ingress.py MODEL_FOLDER`.
 """
 
 import asyncio
@@ -46,6 +47,7 @@ class InstantPool:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
         count = request.params.max_tokens or 1
+        yield EngineOutput(request.request_id, first_index=0)
         for i in range(count):
             token_id = self._token_ids[i % len(self._token_ids)]
             reason = "length" if i + 1 == count else None
@@ -53,7 +55,7 @@ class InstantPool:
 
 
 async def call(api: FastAPI, path: str, body: bytes) -> float:
-    """One request; seconds."""
+    """One request; seconds of CPU time."""
     sent_body = False
 
     async def receive() -> dict[str, object]:
@@ -82,9 +84,9 @@ async def call(api: FastAPI, path: str, body: bytes) -> float:
         "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 2),
     }
-    start = time.perf_counter()
+    start = time.thread_time()
     await api(scope, receive, send)
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 async def median(api: FastAPI, path: str, max_tokens: int, *, stream: bool) -> float:

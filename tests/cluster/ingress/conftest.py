@@ -73,6 +73,7 @@ class FakePool:
         self.submitted.append(request)
         try:
             ids = self.answer(request)
+            yield EngineOutput(request.request_id, first_index=0)
             for first in range(0, len(ids), self.tokens_per_news):
                 await self._step(first)
                 if self.engine_error_at == first:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridserve.cluster.pool.interface import PoolError
+from hybridserve.cluster.pool.interface import PoolBusy, PoolError
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -126,6 +126,15 @@ def test_a_pool_that_fails_before_the_first_token_is_a_503(caller, pool, path, s
     assert response.headers["retry-after"] == "1"
     error = response.json()["error"]
     assert (error["message"], error["code"]) == ("the replica died", "pool_unavailable")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_busy_pool_is_a_429(caller, pool, path, stream):
+    pool.failures = {0: PoolBusy("all 4 places are taken", 7)}
+    response = caller.post(path, {**BODIES[path], "stream": stream})
+    assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+    assert response.json()["error"]["code"] == "overloaded"
 
 
 @pytest.mark.parametrize("path", PATHS)
