@@ -85,7 +85,8 @@ def _add_limits(api: FastAPI, service: Service) -> None:
         report=service.report,
     )
     api.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, report=service.report)
-    api.add_middleware(RequestId)
+    if options.name_requests:
+        api.add_middleware(RequestId)
     api.add_middleware(DropHeaders)
 
 

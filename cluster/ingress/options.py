@@ -25,6 +25,8 @@ class IngressOptions:
     """What a refused client is told to wait (rounded up to whole seconds)."""
     inline_encode_characters: int = 4096
     """Longer prompts are tokenised in a thread, so that they do not hold up other requests' tokens."""
+    name_requests: bool = True
+    """Answer with an `x-request-id`; False behind a server that adds one itself, as Serve does."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_name, str) or not self.model_name:

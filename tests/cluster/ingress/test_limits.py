@@ -94,6 +94,11 @@ def test_every_answer_has_a_request_id(caller):
     assert "a b" not in forged.headers["x-request-id"]
 
 
+def test_a_server_that_names_requests_itself_is_not_doubled(make_caller):
+    response = make_caller(name_requests=False).request("GET", "/health", headers={"x-request-id": "mine"})
+    assert "x-request-id" not in response.headers
+
+
 def test_headers_that_steer_serve_are_dropped():
     seen = {}
 
