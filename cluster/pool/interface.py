@@ -3,7 +3,7 @@
 The ingress is written against `PoolClient` alone, so that it can be tested without Ray.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +36,14 @@ class PoolError(Exception):
     """The pool could not finish a request for a reason that is not the client's."""
 
 
+class PoolBusy(PoolError):
+    """The pool takes no more requests now; the client may come back after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class PoolClient(Protocol):
     """A pool as the ingress sees it."""
 
@@ -45,10 +53,11 @@ class PoolClient(Protocol):
     async def ready(self) -> bool:
         """True once the engine has answered a prompt through all shards."""
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[EngineOutput]:
-        """News of the request until one is `finished`. Closing the iterator early cancels the request.
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
+        """News of the request until one is `finished`. Closing it early (`aclose`) cancels the request.
 
-        Raises:
+        Raises (from the first step of the iteration, before any news, unless the pool fails half-way):
+            PoolBusy: too many requests are in flight.
             ValueError: the engine refused the request; the message is for the client.
             PoolError: the replica died or cannot be reached.
         """
