@@ -162,10 +162,13 @@ def _draw_filtered(
 ) -> torch.Tensor:
     """Draw from the candidates of each row; rows they do not settle are sorted whole."""
     vocab = logits.shape[1]
-    count = min(CANDIDATES, vocab)
-    options = (temperature.double(), top_k, top_p.double(), min_p.double(), uniform)
-    _, sums = _block_weights(logits, temperature)
-    options = (*options, sums.sum(-1))
+    # fewer candidates give the same ranking; a small top_k in every row needs no more than that
+    bounded = top_k > 0
+    count = min(CANDIDATES, vocab, int(torch.where(bounded, top_k, vocab).max()))
+    total = torch.zeros(logits.shape[0], dtype=torch.float64)
+    if bool(((~bounded | (top_k > count)) & (top_p < 1)).any()):
+        total = _block_weights(logits, temperature)[1].sum(-1)
+    options = (temperature.double(), top_k, top_p.double(), min_p.double(), uniform, total)
     values, ids = _ranked(logits, count)
     position, settled = _draw_ranked(values, vocab, *options)
     tokens = ids.gather(1, position.unsqueeze(1)).squeeze(1)
