@@ -1,9 +1,9 @@
 """The chunkwise form of linear attention: matrix products inside chunks, one serial pass over chunks.
 
-Inside a chunk the delta rule's updates are u = T (beta v - beta exp(G) k S^T), with G the running sum of the log
-decay and T = (I + A)^-1, A the strictly lower triangle of beta_i (k_i . k_j) exp(G_i - G_j) (the WY form; Yang et
-al. 2024, arXiv 2406.06484 and 2412.06464). Only exponentials of non-positive numbers are ever taken. Knows
-nothing of where states are stored.
+Inside a chunk the delta rule's updates are u = T (beta v - beta exp(G) k S^T), with G the running sum of the
+log decay and T = (I + A)^-1, A the strictly lower triangle of beta_i (k_i . k_j) exp(G_i - G_j) (the WY form;
+Yang et al. 2024, arXiv 2406.06484 and 2412.06464). Only exponentials of non-positive numbers are ever taken.
+Knows nothing of where states are stored.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class ChunkLayout:
     tokens: torch.Tensor | None
     """int64 [T]: tokens in the order in which they lie; None for the order they came in."""
     slots: torch.Tensor
-    """int64 [T]: where each of `tokens` lies, rising; slot s is place s % chunk_size of chunk s // chunk_size."""
+    """int64 [T]: where each of `tokens` lies, rising: chunk slot // chunk_size, place slot % chunk_size."""
 
     @classmethod
     def build(cls, query_lens: tuple[int, ...], chunk_size: int) -> "ChunkLayout":
@@ -87,14 +87,19 @@ class ChunkGroup:
         return x[self.start : self.end] if self.tokens is None else x.index_select(0, self.tokens)
 
     def put(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Write x [chunks * chunk_size, H, V], padding and all, to the group's tokens of out [T, H, V]."""
-        if self.tokens is None:
-            out[self.start : self.end] = x[: self.end - self.start]
-        else:
-            out.index_copy_(0, self.tokens, x.index_select(0, self.slots).to(out.dtype))
+        """Write x [chunks, chunk_size, H, V], padding and all, to the group's tokens of out [T, H, V]."""
+        if self.tokens is not None:
+            out.index_copy_(0, self.tokens, x.flatten(0, 1).index_select(0, self.slots).to(out.dtype))
+            return
+        part = out[self.start : self.end]
+        whole = part.shape[0] // self.chunk_size
+        head = part[: whole * self.chunk_size].view(whole, *x.shape[1:])
+        head.copy_(x[:whole])
+        if whole < x.shape[0]:
+            part[whole * self.chunk_size :] = x[whole, : part.shape[0] - whole * self.chunk_size]
 
     def to_chunks(self, x: torch.Tensor) -> torch.Tensor:
-        """fp32 [tokens, H, ...] as `take` gives -> [chunks, H, chunk_size, ...], zero where there is no token."""
+        """fp32 [tokens, H, ...] as taken -> [chunks, H, chunk_size, ...], zero where there is no token."""
         padded_size = self.offsets[-1] * self.chunk_size
         if x.shape[0] < padded_size:
             padded = torch.zeros(padded_size, *x.shape[1:])
@@ -135,8 +140,8 @@ def chunkwise_scan(
 ) -> torch.Tensor:
     """The tokens of one group, from the states fp32 [S', Hv, V, K] (by rank), which are carried on in place.
 
-    q, k, v, g, beta: fp32, the group's tokens, otherwise as in `linear_attention_prefill`; q and k normalised and
-    scaled. Returns fp32 [chunks * chunk_size, Hv, V], padding and all.
+    q, k, v, g, beta: fp32, the group's tokens, otherwise as in `linear_attention_prefill`; q and k normalised
+    and scaled. Returns fp32 [chunks, chunk_size, Hv, V], padding and all.
     """
     q, k, v = group.to_chunks(q), group.to_chunks(k), group.to_chunks(v)
     beta = None if beta is None else group.to_chunks(beta)
@@ -147,7 +152,7 @@ def chunkwise_scan(
     else:
         chunks = _channel_decay(q, k, v, group.to_chunks(g), beta)
     before = _serial_pass(group.offsets, chunks, state)
-    return _outputs(chunks, before).flatten(0, 1)
+    return _outputs(chunks, before)
 
 
 def _no_decay(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor | None) -> _Chunks:
@@ -206,7 +211,7 @@ def _channel_decay(
 def _decayed_products(
     q: torch.Tensor, k: torch.Tensor, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lower triangles of sum_c q_ic k_jc exp(G_ic - G_jc), with diagonal, and of the same with k for q, without.
+    """Lower triangle of sum_c q_ic k_jc exp(G_ic - G_jc), and strictly lower one of the same with k for q.
 
     By halving: tokens i of a block's second half and j of its first are both measured from the last token of
     the first half, so that each factor's exponent is <= 0 and no [C, C, K] tensor is built.
@@ -232,8 +237,8 @@ def _decayed_products(
 def unit_lower_inverse(a: torch.Tensor) -> torch.Tensor:
     """(I + a)^-1 for a [..., C, C] of which only the strictly lower triangle is read.
 
-    By substitution: products of powers of a would cancel badly where keys are alike. Tried against blocks of 8
-    merged in pairs by products, which took twice as long.
+    By substitution: products of powers of a would cancel badly where keys are alike. Tried against blocks of
+    8 merged in pairs by products, which took twice as long.
     """
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
     # the transposed problem is the one LAPACK's column order takes and gives without a copy
@@ -258,22 +263,27 @@ def _serial_pass(offsets: tuple[int, ...], chunks: _Chunks, state: torch.Tensor)
         before[start:end] = active
         u = chunks.u[start:end]
         if chunks.w is not None:
-            u -= active @ chunks.w[start:end].transpose(-1, -2)
+            u.flatten(0, 1).baddbmm_(active.flatten(0, 1), chunks.w[start:end].flatten(0, 1).mT, alpha=-1)
         if chunks.decay_chunk is not None:
             active *= chunks.decay_chunk[start:end]
         if chunks.decay_out is not None:
             u = u * chunks.decay_out[start:end].unsqueeze(-2)
-        active += _stacked(u, chunks.k[start:end])
+        k = chunks.k[start:end].flatten(0, 1)
+        active.view(k.shape[0], -1, k.shape[2]).baddbmm_(u.view(k.shape[0], -1, k.shape[1]), k)
     return before
 
 
 def _outputs(chunks: _Chunks, before: torch.Tensor) -> torch.Tensor:
-    """[chunks, C, Hv, V]: what the state at the chunk's start gives each token, and what its own chunk does."""
+    """[chunks, C, Hv, V]: what the state at the chunk's start gives each token, and what its chunk does."""
     num_chunks, num_v_heads, v_dim, _ = before.shape
     num_x_heads, size = chunks.q.shape[1:3]
     stacked = before.view(num_chunks, num_x_heads, -1, before.shape[-1])
-    old = (chunks.q @ stacked.transpose(-1, -2)).view(num_chunks, num_x_heads, size, -1, v_dim)
-    old = old.transpose(1, 2).reshape(num_chunks, size, num_v_heads, v_dim)
-    if chunks.decay_in is not None:
-        old *= chunks.decay_in.transpose(1, 2).unsqueeze(-1)
-    return old.add_((chunks.scores @ chunks.u.transpose(-1, -2)).transpose(1, 2))
+    old = (chunks.q @ stacked.mT).view(num_chunks, num_x_heads, size, -1, v_dim).transpose(2, 3)
+    out = torch.empty(num_chunks, num_v_heads, size, v_dim)
+    grouped = out.view(old.shape)
+    if chunks.decay_in is None:
+        grouped.copy_(old)
+    else:
+        torch.mul(old, chunks.decay_in.view(*old.shape[:-1], 1), out=grouped)
+    out.flatten(0, 1).baddbmm_(chunks.scores.flatten(0, 1), chunks.u.flatten(0, 1).mT)
+    return out.transpose(1, 2)

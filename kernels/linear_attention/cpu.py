@@ -45,8 +45,8 @@ def linear_attention_prefill(
     q, k: [T, Hk, K]; v: [T, Hv, V]; value head h reads key head h // (Hv // Hk).
     g: fp32 log decay <= 0, [T, Hv] per head, [T, Hv, K] per key channel, or None for no decay.
     beta: fp32 [T, Hv], or None for no delta rule.
-    state: fp32 [N, Hv, V, K], rows `state_indices` (int64 [S], distinct) are updated in place, no other row is
-        touched; rows may overlap in memory as long as the named ones do not.
+    state: fp32 [N, Hv, V, K], rows `state_indices` (int64 [S], distinct) are updated in place, no other row
+        is touched; rows may overlap in memory as long as the named ones do not.
     has_initial_state: bool [S]; where False the sequence starts from zero and the old bytes are not used.
     query_lens: tokens of each sequence, sum T. A sequence without tokens leaves its state as it is.
     scale: factor on q, K ** -0.5 by default. qk_l2norm: normalise q and k over K, eps 1e-6 inside the root.
@@ -104,8 +104,9 @@ def linear_attention_decode(
         kq = _l2norm(kq)
     own = (kq[:, :, 0] * kq[:, :, 1]).sum(-1).view(batch, num_k_heads, 1, 1)
 
-    # views: each state is updated where it lies, while it is in the cache; value heads of one key head are stacked,
-    # so that q and k are never repeated for them. gathering all states to batch the products took twice as long
+    # views: each state is updated where it lies, while it is in the cache; value heads of one key head are
+    # stacked, so that q and k are never repeated for them. gathering the states to batch the products took
+    # twice as long
     rows = [state.select(0, i) for i in state_indices.tolist()]
     stacked = [row.view(num_k_heads, -1, key_dim) for row in rows]
     read = torch.empty(batch, num_k_heads, 2, num_v_heads // num_k_heads * v_dim)
