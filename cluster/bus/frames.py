@@ -1,0 +1,166 @@
+"""What travels on the token bus, as bytes: length-prefixed msgpack, never pickle.
+
+Owns the wire format. Knows nothing of sockets or of who waits for a stream. Two kinds of frame: news (engine
+to ingress: the engine's load and one entry for each request that has something new) and cancel (ingress to
+engine).
+"""
+
+import struct
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import msgpack
+
+from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput, TokenLogprobs
+
+KEY_BYTES = 16
+MAX_FRAME_BYTES = 16 * 2**20
+PREFIX = struct.Struct("<I")
+_NEWS = 1
+_CANCEL = 2
+
+
+class FrameError(Exception):
+    """Bytes that are no frame of ours; the connection they came from is of no more use."""
+
+
+@dataclass(frozen=True)
+class ReplyTo:
+    """Where the tokens of one request are to be sent (made by the ingress, passed inside the unary call)."""
+
+    host: str
+    port: int
+    key: bytes
+    """16 random bytes that name the stream."""
+    attempt: int = 0
+    """Counts the replicas a request was given to; the ingress drops the news of an older one."""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port
+
+
+@dataclass(frozen=True)
+class Entry:
+    """News of one request. `output.request_id` does not travel: the key names the stream."""
+
+    key: bytes
+    attempt: int
+    output: EngineOutput
+
+
+@dataclass(frozen=True)
+class News:
+    """One step's news for one ingress; without entries it says only how busy the engine is."""
+
+    load: EngineLoad | None
+    entries: tuple[Entry, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Nobody waits for this stream any more."""
+
+    key: bytes
+
+
+def pack_entry(entry: Entry) -> bytes:
+    """One entry as msgpack; `pack_news` puts such pieces together, so that a too long one can be left out."""
+    out = entry.output
+    fields = (
+        entry.key,
+        entry.attempt,
+        out.first_index,
+        out.token_ids,
+        [_logprobs_fields(one) for one in out.logprobs],
+        [(token_id, _logprobs_fields(one)) for token_id, one in out.prompt_logprobs],
+        out.finish_reason,
+        out.stop_token_id,
+        out.error,
+        out.num_preemptions,
+        out.first_scheduled_time,
+    )
+    return msgpack.packb(fields)
+
+
+def pack_news(load: EngineLoad | None, packed_entries: list[bytes]) -> bytes:
+    """A news frame with its length in front.
+
+    Raises:
+        FrameError: the frame would be longer than MAX_FRAME_BYTES.
+    """
+    packer = msgpack.Packer(autoreset=False)
+    packer.pack_array_header(3)
+    packer.pack(_NEWS)
+    packer.pack(None if load is None else astuple(load))
+    packer.pack_array_header(len(packed_entries))
+    return _with_length(b"".join((packer.bytes(), *packed_entries)))
+
+
+def pack_cancel(cancel: Cancel) -> bytes:
+    return _with_length(msgpack.packb((_CANCEL, cancel.key)))
+
+
+def frame_length(prefix: bytes) -> int:
+    """The length of the frame's body, from the PREFIX.size bytes before it.
+
+    Raises:
+        FrameError: longer than MAX_FRAME_BYTES.
+    """
+    (length,) = PREFIX.unpack(prefix)
+    if length > MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {length} bytes, at most {MAX_FRAME_BYTES} are taken")
+    return length
+
+
+def unpack(body: bytes) -> News | Cancel:
+    """The frame in `body` (without its length).
+
+    Raises:
+        FrameError: `body` is no frame.
+    """
+    try:
+        kind, *fields = msgpack.unpackb(body, use_list=False)
+        if kind == _CANCEL:
+            (key,) = fields
+            return Cancel(_key(key))
+        if kind == _NEWS:
+            load, entries = fields
+            return News(None if load is None else EngineLoad(*load), tuple(_entry(one) for one in entries))
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise FrameError(f"malformed frame of {len(body)} bytes: {error}") from error
+    raise FrameError(f"unknown kind of frame {kind!r}")
+
+
+def _with_length(body: bytes) -> bytes:
+    if len(body) > MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {len(body)} bytes, at most {MAX_FRAME_BYTES} are sent")
+    return PREFIX.pack(len(body)) + body
+
+
+def _logprobs_fields(one: TokenLogprobs) -> tuple[Any, ...]:
+    return one.logprob, one.rank, one.top_token_ids, one.top_logprobs
+
+
+def _key(key: object) -> bytes:
+    if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+        raise ValueError(f"a stream key is {KEY_BYTES} bytes, got {key!r}")
+    return key
+
+
+def _entry(fields: tuple[Any, ...]) -> Entry:
+    key, attempt, first_index, token_ids, logprobs, prompt_logprobs, *rest = fields
+    reason, stop_token_id, error, num_preemptions, first_scheduled_time = rest
+    output = EngineOutput(
+        request_id="",
+        first_index=first_index,
+        token_ids=token_ids,
+        logprobs=tuple(TokenLogprobs(*one) for one in logprobs),
+        prompt_logprobs=tuple((token_id, TokenLogprobs(*one)) for token_id, one in prompt_logprobs),
+        finish_reason=reason,
+        stop_token_id=stop_token_id,
+        error=error,
+        num_preemptions=num_preemptions,
+        first_scheduled_time=first_scheduled_time,
+    )
+    return Entry(_key(key), attempt, output)

@@ -1,0 +1,114 @@
+"""The ingress' end of the token bus: one listening socket, and a queue for each stream that is waited for.
+
+Knows nothing of HTTP or Ray. An engine's connection is trusted no further than its keys: news of a stream
+that nobody registered is dropped and counted.
+"""
+
+import asyncio
+import logging
+import secrets
+from dataclasses import dataclass, field
+
+from hybridserve.cluster.bus.frames import (
+    KEY_BYTES,
+    PREFIX,
+    Cancel,
+    FrameError,
+    News,
+    ReplyTo,
+    frame_length,
+    pack_cancel,
+    unpack,
+)
+from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Stream:
+    """One request's news as they arrive, not yet put in order."""
+
+    reply_to: ReplyTo
+    news: asyncio.Queue[EngineOutput | None] = field(default_factory=asyncio.Queue)
+    """None is for the stream's owner to put: a wake-up without news."""
+    writer: asyncio.StreamWriter | None = None
+    """The connection that the last news came by."""
+
+
+class BusListener:
+    """Listens on `host` at a free port from `start` to `close`."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._port = 0
+        self._server: asyncio.Server | None = None
+        self._streams: dict[bytes, Stream] = {}
+        self._loads: dict[asyncio.StreamWriter, EngineLoad] = {}
+        self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
+        self.dropped_entries = 0
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, self._host, 0)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for task in self._connections.values():
+            task.cancel()
+        await asyncio.gather(*self._connections.values(), return_exceptions=True)
+
+    @property
+    def loads(self) -> list[EngineLoad]:
+        """The last load of every engine that is connected."""
+        return list(self._loads.values())
+
+    def open_stream(self, attempt: int = 0) -> Stream:
+        assert self._port, "the listener must be started first"
+        reply_to = ReplyTo(self._host, self._port, secrets.token_bytes(KEY_BYTES), attempt)
+        stream = Stream(reply_to)
+        self._streams[reply_to.key] = stream
+        return stream
+
+    def close_stream(self, stream: Stream) -> None:
+        self._streams.pop(stream.reply_to.key, None)
+
+    def cancel(self, stream: Stream) -> None:
+        """Tell the engine that nobody waits any more; before its first news, tell all of them."""
+        frame = pack_cancel(Cancel(stream.reply_to.key))
+        known = stream.writer in self._connections
+        for writer in [stream.writer] if known else list(self._connections):
+            writer.write(frame)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections[writer] = asyncio.current_task()
+        try:
+            while True:
+                body = await reader.readexactly(frame_length(await reader.readexactly(PREFIX.size)))
+                self._receive(unpack(body), writer)
+        except FrameError as error:
+            logger.warning(
+                "token bus: dropped a connection from %s: %s", writer.get_extra_info("peername"), error
+            )
+        except (OSError, EOFError) as error:
+            logger.info("token bus: an engine's connection ended: %s", error)
+        except asyncio.CancelledError:
+            logger.debug("token bus: closed")
+        finally:
+            self._connections.pop(writer, None)
+            self._loads.pop(writer, None)
+            writer.close()
+
+    def _receive(self, message: News | Cancel, writer: asyncio.StreamWriter) -> None:
+        if not isinstance(message, News):
+            raise FrameError("a cancel, where only news are expected")
+        if message.load is not None:
+            self._loads[writer] = message.load
+        for entry in message.entries:
+            stream = self._streams.get(entry.key)
+            if stream is None or stream.reply_to.attempt != entry.attempt:
+                self.dropped_entries += 1
+                continue
+            stream.writer = writer
+            stream.news.put_nowait(entry.output)

@@ -1,0 +1,194 @@
+"""The engine's end of the token bus: dials each ingress once, and never lets a slow one hold anybody up.
+
+Owns connections, their bounded backlogs and redialling. Knows nothing of engines. Everything here runs on one
+event loop; `send` never waits.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from hybridserve.cluster.bus.frames import (
+    MAX_FRAME_BYTES,
+    PREFIX,
+    Cancel,
+    FrameError,
+    frame_length,
+    pack_news,
+    unpack,
+)
+from hybridserve.replicas.engine.plan import EngineLoad
+
+Address = tuple[str, int]
+
+_IDLE_S = 1.0
+_DIAL_TIMEOUT_S = 5.0
+_REDIAL_S = (0.05, 0.2, 0.5, 1.0)
+
+logger = logging.getLogger(__name__)
+
+
+class Channel:
+    """The way to one ingress: a backlog of frames and the task that writes them.
+
+    `epoch` grows whenever something may have been lost (a broken connection, an overflowing backlog): who
+    then sends a stream's news for the first time sends all of it again.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        on_cancel: Callable[[bytes], None],
+        load: Callable[[], EngineLoad | None],
+        max_backlog_bytes: int,
+        idle_s: float,
+    ) -> None:
+        self.address = address
+        self.epoch = 0
+        self.streams = 0
+        self.dropped_frames = 0
+        self._on_cancel = on_cancel
+        self._load = load
+        self._max_backlog_bytes = max_backlog_bytes
+        self._idle_s = idle_s
+        self._backlog: deque[bytes] = deque()
+        self._backlog_bytes = 0
+        self._wake = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
+
+    @property
+    def closed(self) -> bool:
+        return self._task.done()
+
+    def send(self, frame: bytes) -> None:
+        """Queue a frame, or lose the whole backlog when it has become too long."""
+        if self._backlog_bytes + len(frame) > self._max_backlog_bytes:
+            self.dropped_frames += 1
+            self._lose_backlog()
+            return
+        self._backlog.append(frame)
+        self._backlog_bytes += len(frame)
+        self._wake.set()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    def _lose_backlog(self) -> None:
+        self.dropped_frames += len(self._backlog)
+        self._backlog.clear()
+        self._backlog_bytes = 0
+        self.epoch += 1
+
+    async def _run(self) -> None:
+        """Dial, write until the connection breaks, dial again as long as a stream needs it."""
+        failures = 0
+        while failures == 0 or self.streams > 0:
+            try:
+                async with asyncio.timeout(_DIAL_TIMEOUT_S):
+                    reader, writer = await asyncio.open_connection(*self.address)
+            except (OSError, TimeoutError) as error:
+                if failures == 0:
+                    logger.warning("token bus: cannot reach the ingress at %s:%d: %s", *self.address, error)
+                await asyncio.sleep(_REDIAL_S[min(failures, len(_REDIAL_S) - 1)])
+                failures += 1
+                continue
+            failures = 0
+            await self._talk(reader, writer)
+            self._lose_backlog()
+            if self.streams == 0:
+                return
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Write the backlog and read cancels until either way breaks."""
+        halves = [asyncio.create_task(self._write(writer)), asyncio.create_task(self._read(reader))]
+        try:
+            await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for half in halves:
+                half.cancel()
+            for result in await asyncio.gather(*halves, return_exceptions=True):
+                if isinstance(result, FrameError):
+                    logger.warning("token bus: %s:%d sent %s", *self.address, result)
+            writer.transport.abort()
+
+    async def _write(self, writer: asyncio.StreamWriter) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._idle_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                self.send(pack_news(self._load(), []))
+            self._wake.clear()
+            while self._backlog:
+                frame = self._backlog.popleft()
+                self._backlog_bytes -= len(frame)
+                writer.write(frame)
+                await writer.drain()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while True:
+            body = await reader.readexactly(frame_length(await reader.readexactly(PREFIX.size)))
+            message = unpack(body)
+            if not isinstance(message, Cancel):
+                raise FrameError("news, where only cancels are expected")
+            self._on_cancel(message.key)
+
+
+class BusSender:
+    """All channels of one engine.
+
+    Args:
+        on_cancel: called with a stream's key when an ingress has given it up.
+        load: gives the load for a frame's header.
+        max_backlog_bytes: unsent bytes an ingress may let pile up before its backlog is dropped.
+        idle_s: seconds of silence after which a frame with the load alone is sent.
+    """
+
+    def __init__(
+        self,
+        on_cancel: Callable[[bytes], None],
+        load: Callable[[], EngineLoad | None],
+        max_backlog_bytes: int = 2 * MAX_FRAME_BYTES,
+        idle_s: float = _IDLE_S,
+    ) -> None:
+        self._on_cancel = on_cancel
+        self._load = load
+        self._max_backlog_bytes = max_backlog_bytes
+        self._idle_s = idle_s
+        self._channels: dict[Address, Channel] = {}
+
+    def open_stream(self, address: Address) -> Channel:
+        """The channel to `address`, kept up until as many `close_stream` calls."""
+        channel = self._channels.get(address)
+        if channel is None or channel.closed:
+            channel = Channel(address, self._on_cancel, self._load, self._max_backlog_bytes, self._idle_s)
+            self._channels[address] = channel
+        channel.streams += 1
+        return channel
+
+    def close_stream(self, channel: Channel) -> None:
+        channel.streams -= 1
+        if channel.closed and self._channels.get(channel.address) is channel:
+            del self._channels[channel.address]
+
+    def send(self, channel: Channel, packed_entries: list[bytes]) -> None:
+        """Send entries as one frame if they fit in one; an entry longer than a frame is lost."""
+        try:
+            channel.send(pack_news(self._load(), packed_entries))
+        except FrameError as error:
+            if len(packed_entries) == 1:
+                logger.warning("token bus: %s", error)
+                channel.dropped_frames += 1
+                return
+            half = len(packed_entries) // 2
+            self.send(channel, packed_entries[:half])
+            self.send(channel, packed_entries[half:])
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()

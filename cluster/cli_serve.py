@@ -1,0 +1,137 @@
+"""`hybridserve serve CONFIG`: a thin wrapper of `serve run` that says when it is ready, or why not."""
+
+import json
+import shlex
+import signal
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+import yaml
+
+from hybridserve.cluster.serve_process import ServeProcess
+from hybridserve.cluster.settings import AppSettings, load_settings
+
+BUILDER = "hybridserve.cluster.app:build_app"
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class ServeFile:
+    """What the wrapper reads in a Serve YAML."""
+
+    content: dict[str, object]
+    settings: AppSettings
+    url: str
+    """Where the application answers, without a slash at the end."""
+
+
+def serve(
+    config: Annotated[Path, typer.Argument(help="Serve YAML, like configs/demo.yaml.")],
+    port: Annotated[
+        int | None, typer.Option(help="HTTP port, instead of the YAML's.", min=1, max=65535)
+    ] = None,
+) -> None:
+    """Serve a model: `serve run CONFIG`, checked beforehand and announced when it is ready."""
+    began = time.monotonic()
+    file = read_serve_file(config, port)
+    with _written(file.content) if port is not None else _as_is(config) as path:
+        child = ServeProcess(path, typer.echo)
+        with _forwarding_signals(child):
+            failure = _wait_until_ready(child, file.url)
+            if failure is None and child.exit_code is None:
+                typer.echo(f"\nready in {time.monotonic() - began:.1f} s; try it:\n{_curl(file)}\n")
+            elif failure is not None:
+                child.interrupt()
+            code = child.wait()
+    if failure is not None:
+        raise ValueError(f"the server did not start: {failure}")
+    raise typer.Exit(code)
+
+
+def read_serve_file(config: Path, port: int | None = None) -> ServeFile:
+    """Read and check a Serve YAML, its port replaced when one is given.
+
+    Raises:
+        ValueError: it is no Serve YAML with our application in it, or a setting is wrong.
+        OSError: it cannot be read.
+    """
+    try:
+        content = yaml.safe_load(config.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{config} is not YAML: {error}") from None
+    applications = content.get("applications") if isinstance(content, dict) else None
+    ours = [app for app in applications or [] if isinstance(app, dict) and app.get("import_path") == BUILDER]
+    if not ours:
+        raise ValueError(f"{config} has no application with import_path {BUILDER}")
+    settings = load_settings(ours[0].get("args") or {}, Path.cwd())
+    http = dict(content.get("http_options") or {})
+    if port is not None:
+        http["port"] = port
+    host = http.get("host", "127.0.0.1")
+    host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    prefix = str(ours[0].get("route_prefix") or "/").rstrip("/")
+    url = f"http://{host}:{http.get('port', 8000)}{prefix}"
+    return ServeFile({**content, "http_options": http}, settings, url)
+
+
+def _wait_until_ready(child: ServeProcess, url: str) -> str | None:
+    """None when it is ready or has ended by itself, else why it will never be."""
+    while child.exit_code is None:
+        if child.failure is not None:
+            return child.failure
+        if _answers(f"{url}/ready"):
+            return None
+        time.sleep(_POLL_S)
+    return None
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return response.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _curl(file: ServeFile) -> str:
+    body = json.dumps(
+        {"model": file.settings.model.served_name, "prompt": "def fibonacci(n):", "max_tokens": 48}
+    )
+    header = shlex.quote("Content-Type: application/json")
+    return f"curl {file.url}/v1/completions -H {header} -d {shlex.quote(body)}"
+
+
+@contextmanager
+def _forwarding_signals(child: ServeProcess) -> Iterator[None]:
+    def forward(number: int, frame: FrameType | None) -> None:
+        child.interrupt()
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _as_is(config: Path) -> Iterator[Path]:
+    yield config
+
+
+@contextmanager
+def _written(content: dict[str, object]) -> Iterator[Path]:
+    """The content as a YAML file that lives as long as the context."""
+    with tempfile.TemporaryDirectory(prefix="hybridserve-") as folder:
+        path = Path(folder) / "serve.yaml"
+        path.write_text(yaml.safe_dump(content))
+        yield path

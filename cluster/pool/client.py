@@ -1,0 +1,189 @@
+"""The ingress' side of a pool: one handle call a request, tokens from the bus, gaps filled from the reply.
+
+Knows how a pool is reached and how it can fail; nothing of HTTP or of text.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from dataclasses import fields, replace
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from hybridserve.cluster.bus.frames import ReplyTo
+from hybridserve.cluster.bus.listener import BusListener
+from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest, PoolError
+from hybridserve.cluster.pool.record import GenerationReply, after
+from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
+from hybridserve.replicas.sampling_params import SamplingParams
+
+# how long the bus may lag behind the unary reply before the reply is used
+_BUS_GRACE_S = 0.05
+_QUICK_CALL_S = 2.0
+_CALL_ERRORS = (RayError, RayServeException, TimeoutError, ConnectionError)
+
+logger = logging.getLogger("ray.serve")
+
+
+class HandlePoolClient:
+    """A `PoolClient` over a Serve deployment handle.
+
+    Args:
+        handle: of the pool's deployment.
+        listener: started, on the loop that this client is used on.
+        token_transport: "bus", or "handle" for streaming through the handle.
+    """
+
+    def __init__(self, handle: DeploymentHandle, listener: BusListener, token_transport: str) -> None:
+        assert token_transport in ("bus", "handle"), token_transport
+        self._handle = handle
+        self._listener = listener
+        self._use_bus = token_transport == "bus"
+        self._info: EngineInfo | None = None
+        self._golden: asyncio.Task[bool] | None = None
+        self._calls: set[asyncio.Task[GenerationReply]] = set()
+        self._load: EngineLoad | None = None
+
+    async def info(self) -> EngineInfo:
+        if self._info is None:
+            self._info = await self._ask_info()
+        return self._info
+
+    async def ready(self) -> bool:
+        """True when the engine has answered a prompt through the whole path, and its replica answers."""
+        if self._golden is None or (self._golden.done() and not self._golden.result()):
+            self._golden = asyncio.create_task(self._answer_golden_prompt())
+        with contextlib.suppress(TimeoutError, PoolError):
+            async with asyncio.timeout(_QUICK_CALL_S):
+                if await asyncio.shield(self._golden):
+                    await self._ask_info()
+                    return True
+        return False
+
+    def load(self) -> EngineLoad | None:
+        loads = self._listener.loads
+        return _sum_loads(loads) if loads else self._load
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
+        return self._from_bus(request) if self._use_bus else self._from_handle(request)
+
+    async def _from_bus(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
+        stream = self._listener.open_stream()
+        call = asyncio.create_task(self._call(request, stream.reply_to))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        ended = False
+        try:
+            async for output in _merge(request.request_id, stream.news, call):
+                ended = output.finished
+                yield output
+        finally:
+            self._listener.close_stream(stream)
+            if not ended and not call.done():
+                self._listener.cancel(stream)
+                call.cancel()
+
+    async def _call(self, request: GenerationRequest, reply_to: ReplyTo) -> GenerationReply:
+        """The unary call. It outlives its caller by the moment between the bus's end and the reply."""
+        try:
+            response = self._handle.generate.remote(request, reply_to)
+            try:
+                return await response
+            except asyncio.CancelledError:
+                response.cancel()
+                raise
+        except _CALL_ERRORS as error:
+            return GenerationReply(failed=f"the pool's replica failed: {_first_line(error)}")
+
+    async def _from_handle(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
+        stream = self._listener.open_stream()
+        response = self._handle.options(stream=True).stream.remote(request, stream.reply_to)
+        ended = False
+        try:
+            async for item in response:
+                output = _output_of(item) if isinstance(item, GenerationReply) else item
+                ended = output.finished
+                yield output
+            if not ended:
+                raise PoolError("the pool's replica ended a stream before its request")
+        except _CALL_ERRORS as error:
+            raise PoolError(f"the pool's replica failed: {_first_line(error)}") from error
+        finally:
+            self._listener.close_stream(stream)
+            if not ended:
+                response.cancel()
+
+    async def _ask_info(self) -> EngineInfo:
+        try:
+            async with asyncio.timeout(_QUICK_CALL_S):
+                return await self._handle.info.remote()
+        except _CALL_ERRORS as error:
+            raise PoolError(f"no replica of the pool answers: {_first_line(error)}") from error
+
+    async def _answer_golden_prompt(self) -> bool:
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        request = GenerationRequest("golden-prompt", (0,), params)
+        try:
+            outputs = [output async for output in self.generate(request)]
+        except (PoolError, ValueError) as error:
+            logger.warning("the golden prompt was not answered: %s", error)
+            return False
+        if outputs[-1].error is not None:
+            logger.warning("the golden prompt failed: %s", outputs[-1].error)
+            return False
+        return True
+
+
+async def _merge(
+    request_id: str, news: asyncio.Queue[EngineOutput | None], call: asyncio.Task[GenerationReply]
+) -> AsyncGenerator[EngineOutput, None]:
+    """The request's outputs in order and without gaps, from the bus, or else from the reply.
+
+    After a gap the bus is followed again as soon as it has sent what was missing. When the reply is there and
+    the bus has said nothing for `_BUS_GRACE_S`, the rest comes from the reply.
+    """
+    # one queue for both: waiting on two things for each token costs more than the token
+    call.add_done_callback(lambda _: news.put_nowait(None))
+    delivered = 0
+    while True:
+        try:
+            async with asyncio.timeout(_BUS_GRACE_S if call.done() else None):
+                output = await news.get()
+        except TimeoutError:
+            break
+        if output is None:
+            if call.result().output is None:
+                break
+            continue
+        if output.first_index > delivered:
+            continue
+        fresh = after(output, delivered)
+        delivered += len(fresh.token_ids)
+        if fresh.token_ids or fresh.finished:
+            yield replace(fresh, request_id=request_id)
+        if fresh.finished:
+            return
+    yield replace(after(_output_of(call.result()), delivered), request_id=request_id)
+
+
+def _output_of(reply: GenerationReply) -> EngineOutput:
+    """Raises ValueError or PoolError when the reply is an error."""
+    if reply.refused is not None:
+        raise ValueError(reply.refused)
+    if reply.output is None:
+        raise PoolError(reply.failed)
+    return reply.output
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no details'}"
+
+
+def _sum_loads(loads: list[EngineLoad]) -> EngineLoad:
+    """The replicas' loads as one; `step_ms` is the slowest's."""
+    summed = {field.name: sum(getattr(load, field.name) for load in loads) for field in fields(EngineLoad)}
+    return EngineLoad(**{**summed, "step_ms": max(load.step_ms for load in loads)})

@@ -1,0 +1,198 @@
+"""The engine's own process: requests come in by actor calls, tokens go out by the token bus.
+
+Owns the requests' records and their way out. Knows nothing of Serve, and imports no torch: the engine's
+factory does, in this process alone. Everything but the step loop runs on the actor's event loop.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from hybridserve.cluster.bus.frames import Entry, ReplyTo, pack_entry
+from hybridserve.cluster.bus.sender import BusSender, Channel
+from hybridserve.cluster.pool.engine_loop import EngineFactory, EngineLoop
+from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
+from hybridserve.cluster.pool.record import GenerationReply, OutputRecord
+from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
+
+
+@dataclass
+class _Request:
+    """A request from its submission to its end."""
+
+    record: OutputRecord
+    reply: asyncio.Future[GenerationReply]
+    key: bytes
+    attempt: int = 0
+    channel: Channel | None = None
+    """None when the tokens go back by the call itself."""
+    epoch: int = 0
+    """The channel's epoch when this stream's news last went out in full."""
+    stream: asyncio.Queue[EngineOutput | None] = field(default_factory=asyncio.Queue)
+    """Used by `stream` alone; None: the reply is there."""
+
+
+class EngineActor:
+    """Made a Ray actor by the pool's replica; plain so that tests can run it on their own event loop.
+
+    The engine knows requests by their stream's key in hex, which is unique, whatever ids clients choose.
+
+    Args:
+        factory: builds the engine, on the step thread.
+    """
+
+    def __init__(self, factory: EngineFactory) -> None:
+        self._loop = EngineLoop(factory, _OnEventLoop(self))
+        self._requests: dict[str, _Request] = {}
+        self._last_load: EngineLoad | None = None
+        self._death: str | None = None
+
+    async def start(self) -> EngineInfo | str:
+        """Build the engine. Returns what it says of itself, or why it could not be built."""
+        self.event_loop = asyncio.get_running_loop()
+        self._info: asyncio.Future[EngineInfo | str] = self.event_loop.create_future()
+        self._died: asyncio.Future[str] = self.event_loop.create_future()
+        self._sender = BusSender(on_cancel=lambda key: self.on_abort(key.hex()), load=lambda: self._last_load)
+        self._loop.start()
+        return await self._info
+
+    async def wait_for_death(self) -> str:
+        """Returns the reason, when the step loop has ended by itself."""
+        return await asyncio.shield(self._died)
+
+    async def generate(self, request: GenerationRequest, reply_to: ReplyTo) -> GenerationReply:
+        """Serve a request, its tokens going to `reply_to` as they come, and in the reply at the end."""
+        one = self._submit(request, reply_to, self._sender.open_stream(reply_to.address))
+        try:
+            # an entry without tokens: the ingress learns by which connection it can cancel
+            self._send({one.channel: [(one, EngineOutput(request.request_id, first_index=0))]})
+            return await one.reply
+        finally:
+            self._sender.close_stream(one.channel)
+
+    async def stream(
+        self, request: GenerationRequest, reply_to: ReplyTo
+    ) -> AsyncIterator[EngineOutput | GenerationReply]:
+        """Serve a request without the bus: its outputs as they come, or one reply without output."""
+        one = self._submit(request, reply_to, channel=None)
+        try:
+            while (output := await one.stream.get()) is not None:
+                yield output
+            reply = await one.reply
+            if reply.output is None:
+                yield reply
+        finally:
+            self.on_abort(one.key.hex())
+
+    async def abort(self, key: bytes) -> None:
+        """The caller has gone; an unknown or finished stream is no error."""
+        self.on_abort(key.hex())
+
+    async def load(self) -> EngineLoad | None:
+        return self._last_load
+
+    async def close(self) -> None:
+        """Stop stepping and close the connections (for tests; an actor's process just ends)."""
+        await asyncio.to_thread(self._loop.close)
+        await self._sender.close()
+
+    def _submit(self, request: GenerationRequest, reply_to: ReplyTo, channel: Channel | None) -> _Request:
+        engine_id = reply_to.key.hex()
+        one = _Request(
+            OutputRecord(request.request_id),
+            self.event_loop.create_future(),
+            reply_to.key,
+            reply_to.attempt,
+            channel,
+            channel.epoch if channel else 0,
+        )
+        if self._death is not None:
+            self._finish(one, GenerationReply(failed=self._death))
+            return one
+        self._requests[engine_id] = one
+        self._loop.submit(replace(request, request_id=engine_id))
+        return one
+
+    def _send(self, by_channel: Mapping[Channel, list[tuple[_Request, EngineOutput]]]) -> None:
+        """One frame for each ingress; where something may have been lost, all of a stream's news again."""
+        for channel, news in by_channel.items():
+            packed = []
+            for one, output in news:
+                said = output if one.epoch == channel.epoch else one.record.merged()
+                one.epoch = channel.epoch
+                packed.append(pack_entry(Entry(one.key, one.attempt, said)))
+            self._sender.send(channel, packed)
+
+    def _finish(self, one: _Request, reply: GenerationReply) -> None:
+        if not one.reply.done():
+            one.reply.set_result(reply)
+            one.stream.put_nowait(None)
+
+    # what follows is called on the event loop: by `_OnEventLoop` for the step thread, and by the bus
+
+    def on_started(self, info: EngineInfo) -> None:
+        self._info.set_result(info)
+
+    def on_stepped(self, outputs: list[EngineOutput], load: EngineLoad) -> None:
+        self._last_load = load
+        by_channel: dict[Channel, list[tuple[_Request, EngineOutput]]] = defaultdict(list)
+        for output in outputs:
+            one = self._requests.get(output.request_id)
+            if one is None:
+                # aborted while the step ran
+                continue
+            one.record.append(output)
+            if one.channel is not None:
+                by_channel[one.channel].append((one, output))
+            else:
+                one.stream.put_nowait(output)
+        self._send(by_channel)
+        for output in outputs:
+            if output.finished and output.request_id in self._requests:
+                one = self._requests.pop(output.request_id)
+                self._finish(one, GenerationReply(output=one.record.merged()))
+
+    def on_abort(self, engine_id: str) -> None:
+        one = self._requests.pop(engine_id, None)
+        if one is not None:
+            self._loop.abort(engine_id)
+            self._finish(one, GenerationReply(output=replace(one.record.merged(), finish_reason="abort")))
+
+    def on_rejected(self, engine_id: str, reply: GenerationReply) -> None:
+        one = self._requests.pop(engine_id, None)
+        if one is not None:
+            self._finish(one, reply)
+
+    def on_died(self, message: str) -> None:
+        self._death = f"the engine died: {message}"
+        if not self._info.done():
+            self._info.set_result(message)
+        self._died.set_result(self._death)
+        for one in self._requests.values():
+            self._finish(one, GenerationReply(failed=self._death))
+        self._requests.clear()
+
+
+class _OnEventLoop:
+    """Carries the step thread's events over to the actor's event loop."""
+
+    def __init__(self, actor: EngineActor) -> None:
+        self._actor = actor
+
+    def started(self, info: EngineInfo) -> None:
+        self._actor.event_loop.call_soon_threadsafe(self._actor.on_started, info)
+
+    def stepped(self, outputs: list[EngineOutput], load: EngineLoad) -> None:
+        self._actor.event_loop.call_soon_threadsafe(self._actor.on_stepped, outputs, load)
+
+    def refused(self, request_id: str, message: str) -> None:
+        reply = GenerationReply(refused=message)
+        self._actor.event_loop.call_soon_threadsafe(self._actor.on_rejected, request_id, reply)
+
+    def failed(self, request_id: str, message: str) -> None:
+        reply = GenerationReply(failed=message)
+        self._actor.event_loop.call_soon_threadsafe(self._actor.on_rejected, request_id, reply)
+
+    def died(self, message: str) -> None:
+        self._actor.event_loop.call_soon_threadsafe(self._actor.on_died, message)

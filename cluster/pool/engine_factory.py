@@ -1,0 +1,37 @@
+"""Builds the engine in the process that runs it, so that no other process of the server loads torch."""
+
+import logging
+import os
+from dataclasses import dataclass, replace
+
+from hybridserve.cluster.pool.engine_loop import BuiltEngine
+from hybridserve.replicas.engine.config import EngineConfig
+
+
+@dataclass(frozen=True)
+class CheckpointEngine:
+    """The factory of an engine for a checkpoint. Picklable without torch; call it to build."""
+
+    config: EngineConfig
+
+    def __call__(self) -> BuiltEngine:
+        from hybridserve.replicas.engine.build import build_engine, resolve_placement
+
+        _log_to_stderr()
+        config = self.config
+        if config.num_threads is None:
+            # ray sets OMP_NUM_THREADS from the actor's logical CPUs, a share that says nothing of the machine
+            config = replace(config, num_threads=len(os.sched_getaffinity(0)))
+        engine = build_engine(config)
+        placement = resolve_placement(config, engine.model_config)
+        return BuiltEngine(engine, str(placement.device), placement.dtype_name)
+
+
+def _log_to_stderr() -> None:
+    """Ray passes a worker's stderr on to the terminal; its loggers are silent below warnings."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    project = logging.getLogger("hybridserve")
+    project.addHandler(handler)
+    project.setLevel(logging.INFO)
+    project.propagate = False

@@ -1,0 +1,77 @@
+"""A `serve run` child process: its output passed on, its failure recognised, its end by a signal.
+
+Knows how Serve words a failed deployment. Knows nothing of what is served.
+"""
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+# `serve run` sleeps on after an application has failed for good: its words are all there is to go by
+_FAILED = re.compile(r"Failed to update the deployments|Deploying app .* failed|Failed to deploy app")
+_ERROR = re.compile(r"\b(?:[\w.]+\.)?\w+(?:Error|Exception): (?P<message>\S.*)")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+# the error's own lines may come just after the line that says that there was one
+_SETTLE_S = 1.5
+
+
+class ServeProcess:
+    """Runs `serve run CONFIG` by this same Python.
+
+    Args:
+        config: the YAML.
+        output: is called with each line of the child's output, on a thread of its own.
+    """
+
+    def __init__(self, config: Path, output: Callable[[str], None]) -> None:
+        self._output = output
+        self._last_error = ""
+        self._failed_at: float | None = None
+        # a session of its own: a Ctrl-C in the terminal reaches the child through us, and not Ray's processes
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ray.serve.scripts", "run", str(config)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, name="serve-output", daemon=True)
+        self._reader.start()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the application could not start, once Serve has said so."""
+        if self._failed_at is None or time.monotonic() < self._failed_at + _SETTLE_S:
+            return None
+        return self._last_error or "the application could not be deployed; its log above says why"
+
+    def interrupt(self) -> None:
+        """Ask it to shut down, as Ctrl-C does."""
+        if self.exit_code is None:
+            self._process.send_signal(signal.SIGINT)
+
+    def wait(self) -> int:
+        code = self._process.wait()
+        self._reader.join(timeout=5)
+        return code
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._output(line.rstrip("\n"))
+            plain = _COLOUR.sub("", line)
+            if error := _ERROR.search(plain):
+                self._last_error = error["message"].strip()
+            if self._failed_at is None and _FAILED.search(plain):
+                self._failed_at = time.monotonic()

@@ -1,0 +1,212 @@
+"""The pool's client against an engine actor on this event loop, and a handle that only carries calls over."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from ray.exceptions import RayActorError
+
+from hybridserve.cluster.bus.frames import ReplyTo
+from hybridserve.cluster.bus.listener import BusListener
+from hybridserve.cluster.pool.client import HandlePoolClient
+from hybridserve.cluster.pool.engine_actor import EngineActor
+from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest, PoolError
+from hybridserve.cluster.pool.record import GenerationReply
+from hybridserve.replicas.engine.plan import EngineOutput
+from hybridserve.replicas.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.anyio
+
+
+class Response:
+    """A task in the clothes of Serve's DeploymentResponse."""
+
+    def __init__(self, coroutine) -> None:
+        self.task = asyncio.ensure_future(coroutine)
+
+    def __await__(self):
+        return asyncio.shield(self.task).__await__()
+
+    def cancel(self) -> None:
+        self.task.cancel()
+
+
+class Method:
+    def __init__(self, function: Callable[..., object]) -> None:
+        self.function = function
+
+    def remote(self, *args: object) -> Response:
+        return Response(self.function(*args))
+
+
+class LocalHandle:
+    """Calls an engine actor as the replica does. `bus` False loses every token on the way."""
+
+    def __init__(self, actor: EngineActor, info: EngineInfo) -> None:
+        self.actor = actor
+        self._info = info
+        self.reply_to_nowhere = False
+        self.delay_s = 0.0
+        self.error: Exception | None = None
+        self.generate = Method(self._generate)
+        self.info = Method(self._get_info)
+
+    async def _generate(self, request: GenerationRequest, reply_to: ReplyTo) -> GenerationReply:
+        if self.error is not None:
+            raise self.error
+        if self.reply_to_nowhere:
+            reply_to = ReplyTo("127.0.0.1", 1, reply_to.key)
+        try:
+            reply = await self.actor.generate(request, reply_to)
+        except asyncio.CancelledError:
+            await self.actor.abort(reply_to.key)
+            raise
+        await asyncio.sleep(self.delay_s)
+        return reply
+
+    async def _get_info(self) -> EngineInfo:
+        return self._info
+
+
+@dataclass
+class Pool:
+    client: HandlePoolClient
+    handle: LocalHandle
+    listener: BusListener
+    actor: EngineActor
+    outputs: list[EngineOutput] = field(default_factory=list)
+
+    async def tokens(self, request: GenerationRequest) -> list[int]:
+        self.outputs = [output async for output in self.client.generate(request)]
+        return [token for output in self.outputs for token in output.token_ids]
+
+
+@asynccontextmanager
+async def local_pool(factory: Callable[[], object]) -> AsyncIterator[Pool]:
+    actor = EngineActor(factory)
+    info = await actor.start()
+    assert isinstance(info, EngineInfo)
+    listener = BusListener("127.0.0.1")
+    await listener.start()
+    handle = LocalHandle(actor, info)
+    try:
+        yield Pool(HandlePoolClient(handle, listener, "bus"), handle, listener, actor)
+    finally:
+        await actor.close()
+        await listener.close()
+
+
+def request(prompt: tuple[int, ...] = (5,), max_tokens: int = 10) -> GenerationRequest:
+    return GenerationRequest("r", prompt, SamplingParams(max_tokens=max_tokens))
+
+
+async def test_tokens_come_one_by_one_from_the_bus(fake_factory) -> None:
+    async with local_pool(fake_factory()) as pool:
+        assert await pool.tokens(request()) == list(range(5, 15))
+        assert len(pool.outputs) == 10
+        assert {output.request_id for output in pool.outputs} == {"r"}
+        assert pool.outputs[-1].finish_reason == "length"
+        assert pool.client.load() is not None
+
+
+async def test_the_end_on_the_bus_is_enough(fake_factory) -> None:
+    async with local_pool(fake_factory()) as pool:
+        pool.handle.delay_s = 3.0
+        began = time.monotonic()
+        assert await pool.tokens(request()) == list(range(5, 15))
+        assert time.monotonic() - began < 2.0
+
+
+async def test_many_at_once(fake_factory) -> None:
+    async with local_pool(fake_factory()) as pool:
+
+        async def one(first: int) -> list[int]:
+            return [t async for o in pool.client.generate(request((first,), 30)) for t in o.token_ids]
+
+        answers = await asyncio.gather(*(one(first) for first in range(32)))
+        assert answers == [list(range(first, first + 30)) for first in range(32)]
+
+
+async def test_without_a_bus_everything_comes_from_the_reply(fake_factory) -> None:
+    async with local_pool(fake_factory()) as pool:
+        pool.handle.reply_to_nowhere = True
+        assert await pool.tokens(request()) == list(range(5, 15))
+        assert len(pool.outputs) == 1
+
+
+async def test_a_connection_broken_half_way_loses_and_repeats_nothing(fake_factory) -> None:
+    async with local_pool(fake_factory(step_s=0.005)) as pool:
+        tokens = []
+        async for output in pool.client.generate(request(max_tokens=100)):
+            tokens.extend(output.token_ids)
+            if len(tokens) in (10, 11, 50):
+                for writer in list(pool.listener._connections):
+                    writer.transport.abort()
+        assert tokens == list(range(5, 105))
+
+
+async def test_closing_the_iterator_frees_the_engine_within_a_step(fake_factory) -> None:
+    async with local_pool(fake_factory(step_s=0.01)) as pool:
+        outputs = pool.client.generate(request(max_tokens=200))
+        await anext(outputs)
+        await outputs.aclose()
+        await asyncio.sleep(0.05)
+        load = await pool.actor.load()
+        assert load is not None and load.running == 0
+
+
+@pytest.mark.parametrize("way", ["bus", "call"])
+async def test_either_way_of_cancelling_is_enough(fake_factory, monkeypatch, way: str) -> None:
+    async with local_pool(fake_factory(step_s=0.01)) as pool:
+        if way == "bus":
+            monkeypatch.setattr(Response, "cancel", lambda self: None)
+        else:
+            monkeypatch.setattr(pool.listener, "cancel", lambda stream: None)
+        outputs = pool.client.generate(request(max_tokens=200))
+        await anext(outputs)
+        await outputs.aclose()
+        await asyncio.sleep(0.05)
+        load = await pool.actor.load()
+        assert load is not None and load.running == 0
+
+
+async def test_refusals_are_value_errors(fake_factory) -> None:
+    async with local_pool(fake_factory()) as pool:
+        with pytest.raises(ValueError, match="^prompt of 101 tokens, at most 100 fit$"):
+            await pool.tokens(request((1,) * 101))
+        assert await pool.tokens(request()) == list(range(5, 15))
+
+
+async def test_a_dying_engine_is_a_pool_error_for_all(fake_factory) -> None:
+    async with local_pool(fake_factory()) as pool:
+        long = asyncio.create_task(pool.tokens(request(max_tokens=200)))
+        await asyncio.sleep(0.05)
+        with pytest.raises(PoolError, match="told to die"):
+            await pool.tokens(request((666,)))
+        with pytest.raises(PoolError, match="told to die"):
+            await long
+        with pytest.raises(PoolError, match="told to die"):
+            await pool.tokens(request())
+        assert "told to die" in await pool.actor.wait_for_death()
+
+
+async def test_a_lost_replica_is_a_pool_error(fake_factory) -> None:
+    async with local_pool(fake_factory()) as pool:
+        pool.handle.error = RayActorError()
+        with pytest.raises(PoolError, match="the pool's replica failed"):
+            await pool.tokens(request())
+
+
+async def test_ready_answers_the_golden_prompt_once(fake_factory) -> None:
+    async with local_pool(fake_factory()) as pool:
+        pool.handle.error = RayActorError()
+        assert not await pool.client.ready()
+        pool.handle.error = None
+        assert await pool.client.ready()
+        load = await pool.actor.load()
+        assert load is not None and load.steps == 1
+        assert await pool.client.ready()
+        assert (await pool.actor.load()).steps == 1

@@ -1,0 +1,104 @@
+"""What a YAML's args may say, and what is said about those that may not."""
+
+from pathlib import Path
+
+import pytest
+
+from hybridserve.cluster.settings import AppSettings, load_settings, parse_size
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "models" / "tiny" / "config.json").write_text("{}")
+    return "models/tiny"
+
+
+def test_defaults_and_the_engines_config(model: str, tmp_path: Path) -> None:
+    settings = load_settings({"model": {"path": model}, "serving": {"cache_memory": "512MiB"}}, tmp_path)
+    assert settings.model.path == str(tmp_path / "models" / "tiny")
+    assert settings.model.served_name == "tiny"
+    engine = settings.engine_config("cpu")
+    assert engine.model == settings.model.path
+    assert engine.cache_memory_bytes == 512 * 2**20
+    assert engine.max_num_seqs == settings.serving.max_batch_size
+    assert engine.device == "cpu"
+
+
+def test_every_word_reaches_the_engine(model: str, tmp_path: Path) -> None:
+    args = {
+        "model": {
+            "path": model,
+            "name": "mine",
+            "precision": "bfloat16",
+            "max_context_length": 4096,
+            "load_format": "dummy",
+        },
+        "parallel": {"tensor_parallel_size": 4, "pipeline_parallel_size": 1},
+        "serving": {
+            "max_batch_size": 7,
+            "max_num_batched_tokens": 99,
+            "gpu_memory_utilization": 0.5,
+            "page_size": 32,
+            "num_threads": 3,
+        },
+    }
+    settings = load_settings(args, tmp_path)
+    engine = settings.engine_config("cuda")
+    assert settings.model.served_name == "mine"
+    assert (engine.dtype, engine.max_model_len, engine.load_format) == ("bfloat16", 4096, "dummy")
+    assert (engine.tensor_parallel_size, engine.device) == (4, "cuda")
+    assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.page_size) == (7, 99, 32)
+    assert (engine.gpu_memory_utilization, engine.num_threads) == (0.5, 3)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({}, "model is missing"),
+        ({"model": {}}, "model.path is missing"),
+        ({"model": {"path": "x"}, "modle": {}}, "unknown key modle"),
+        ({"model": {"path": "x", "presicion": "auto"}}, "unknown key model.presicion"),
+        ({"model": {"path": "x", "precision": "int8"}}, "model.precision: .*got 'int8'"),
+        ({"model": {"path": "x", "max_context_length": 0}}, "model.max_context_length: .*got 0"),
+        ({"model": {"path": "x"}, "serving": {"max_batch_size": "8"}}, "serving.max_batch_size: .*got '8'"),
+        ({"model": {"path": "x"}, "serving": {"cache_memory": "many"}}, "serving.cache_memory: .*got 'many'"),
+        ({"model": {"path": "x"}, "serving": {"cache_memory": "0MB"}}, "serving.cache_memory: .*got '0MB'"),
+        (
+            {"model": {"path": "x"}, "parallel": {"pipeline_parallel_size": 2}},
+            r"parallel.pipeline_parallel_size: must be 1 \(.*\), got 2",
+        ),
+        ({"model": "x"}, "model: .*got 'x'"),
+        ({"model": {"path": "nowhere"}}, "model.path 'nowhere': there is no /.*/nowhere/config.json"),
+    ],
+)
+def test_errors_name_the_key_and_the_value(args: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_settings(args, tmp_path)
+
+
+def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown key a; .*unknown key b"):
+        load_settings({"model": {"path": "x"}, "a": 1, "b": 2}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("512MiB", 512 * 2**20),
+        ("2 GB", 2 * 10**9),
+        ("1.5k", 1500),
+        ("77", 77),
+        (5, 5),
+        (None, None),
+    ],
+)
+def test_parse_size(text: object, size: object) -> None:
+    assert parse_size(text) == size
+
+
+def test_bounds_the_engine_checks_are_errors_too(model: str, tmp_path: Path) -> None:
+    settings = load_settings({"model": {"path": model}, "serving": {"page_size": 24}}, tmp_path)
+    assert isinstance(settings, AppSettings)
+    with pytest.raises(ValueError, match="page_size must be a power of two, got 24"):
+        settings.engine_config("cpu")
