@@ -10,6 +10,7 @@ import typer
 
 from hybridserve.cluster.cli_generate import generate
 from hybridserve.cluster.cli_inspect import inspect
+from hybridserve.cluster.cli_serve import serve
 
 app = typer.Typer(
     help="Serve hybrid-attention language models.",
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(inspect)
+app.command()(serve)
 
 
 def main() -> None:
