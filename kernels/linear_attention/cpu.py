@@ -94,7 +94,7 @@ def linear_attention_decode(
     """
     batch, num_v_heads, v_dim = v.shape
     num_k_heads, key_dim = k.shape[1:]
-    decay = None if g is None else g.float().clamp(min=MIN_LOG_DECAY).exp()
+    decay = None if g is None else g.float().exp()
     per_channel = decay is not None and decay.ndim == 3
     if per_channel and num_k_heads != num_v_heads:
         group = num_v_heads // num_k_heads
@@ -102,7 +102,7 @@ def linear_attention_decode(
     kq = torch.stack((k, q), 2).float()
     if qk_l2norm:
         kq = _l2norm(kq)
-    own = (kq[:, :, 0] * kq[:, :, 1]).sum(-1).view(batch, num_k_heads, 1, 1)
+    own = torch.linalg.vecdot(kq[:, :, 0], kq[:, :, 1]).view(batch, num_k_heads, 1, 1)
 
     # views: each state is updated where it lies, while it is in the cache; value heads of one key head are
     # stacked, so that q and k are never repeated for them. gathering the states to batch the products took
