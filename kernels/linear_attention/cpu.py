@@ -94,7 +94,7 @@ def linear_attention_decode(
     """
     batch, num_v_heads, v_dim = v.shape
     num_k_heads, key_dim = k.shape[1:]
-    decay = None if g is None else g.float().clamp(min=MIN_LOG_DECAY).exp()
+    decay = None if g is None else g.float().exp()
     per_channel = decay is not None and decay.ndim == 3
     if per_channel and num_k_heads != num_v_heads:
         group = num_v_heads // num_k_heads
@@ -102,7 +102,7 @@ def linear_attention_decode(
     kq = torch.stack((k, q), 2).float()
     if qk_l2norm:
         kq = _l2norm(kq)
-    own = (kq[:, :, 0] * kq[:, :, 1]).sum(-1).view(batch, num_k_heads, 1, 1)
+    own = torch.linalg.vecdot(*kq.unbind(2)).view(batch, num_k_heads, 1, 1)
 
     # views: each state is updated where it lies, while it is in the cache; value heads of one key head are
     # stacked, so that q and k are never repeated for them. gathering the states to batch the products took
@@ -116,23 +116,23 @@ def linear_attention_decode(
         torch.bmm(reader, row.mT, out=result)
     read = read.view(batch, num_k_heads, 2, -1, v_dim)
     if decay is not None and not per_channel:
-        read *= decay.view(batch, num_k_heads, 1, -1, 1)
+        read.mul_(decay.view(batch, num_k_heads, 1, -1, 1))
+    read_k, read_q = read.unbind(2)
     u = v.float().view(batch, num_k_heads, -1, v_dim)
     if beta is not None:
-        u = (u - read[:, :, 0]) * beta.view(batch, num_k_heads, -1, 1)
+        u = (u - read_k) * beta.view(batch, num_k_heads, -1, 1)
     if decay is not None:
-        for row, factor in zip(
-            rows, decay.unsqueeze(2) if per_channel else decay[:, :, None, None], strict=True
-        ):
+        factors = decay.unsqueeze(2) if per_channel else decay.view(batch, num_v_heads, 1, 1)
+        for row, factor in zip(rows, factors, strict=True):
             row.mul_(factor)
-    k_rows, u_rows = kq[:, :, :1], u.reshape(batch, num_k_heads, -1, 1)
-    for row, u_row, k_row in zip(stacked, u_rows, k_rows, strict=True):
+    for row, u_row, k_row in zip(
+        stacked, u.reshape(batch, num_k_heads, -1, 1), kq.narrow(2, 0, 1), strict=True
+    ):
         row.addcmul_(u_row, k_row)
-    out = torch.addcmul(read[:, :, 1], u, own).mul_(key_dim**-0.5 if scale is None else scale)
+    out = torch.addcmul(read_q, u, own).mul_(key_dim**-0.5 if scale is None else scale)
     return out.view(v.shape).to(v.dtype)
 
 
 def _l2norm(x: torch.Tensor) -> torch.Tensor:
-    """x rsqrt(sum x^2 + eps) over the last axis of fp32 x: the rms norm with eps / K, times K ** -0.5."""
-    size = x.shape[-1]
-    return F.rms_norm(x, (size,), eps=L2_EPS / size).mul_(size**-0.5)
+    """x / sqrt(sum(x^2) + 1e-6) over the last axis of fp32 x."""
+    return x * torch.linalg.vecdot(x, x).add_(L2_EPS).rsqrt_().unsqueeze(-1)
