@@ -43,8 +43,8 @@ def divide(what: str, total: int, size: int) -> int:
         below = max(s for s in sizes if s < size)
         nearest = [below] + [s for s in sizes if s > size][:1]
         raise ValueError(
-            f"tp_size {size} does not divide {what} {total}; the nearest sizes that do are "
-            f"{' and '.join(map(str, nearest))}"
+            f"tp_size {size} does not divide {what} {total}; the nearest that does is "
+            f"{' or '.join(map(str, nearest))}"
         )
     return total // size
 

@@ -18,6 +18,7 @@ from hybridserve.cluster.pool.client import HandlePoolClient
 from hybridserve.cluster.router import LengthRouter
 from hybridserve.cluster.settings import AppSettings
 from hybridserve.replicas.models.config import load_generation_defaults
+from hybridserve.replicas.sampling_params import MAX_N
 from hybridserve.replicas.text.tokenizer import Tokenizer
 
 INGRESS_NAME = "ingress"
@@ -52,6 +53,10 @@ class Ingress:
             model_name=settings.model.served_name,
             max_body_bytes=settings.ingress.max_body_bytes,
             max_concurrent_requests=_share(settings),
+            # each answer is a request of the pool's: more than its share could never be admitted
+            max_choices=min(MAX_N, _share(settings)),
+            # Serve's proxy adds a header of that name itself
+            name_requests=False,
         )
         tokenizer = Tokenizer.load(settings.model.path)
         return build_api(self._router, tokenizer, options, load_generation_defaults(settings.model.path))

@@ -1,4 +1,4 @@
-"""Causal attention of one sequence written out: the truth the fast paths are tested against. Knows no pages."""
+"""Causal attention of one sequence, written out: the truth for the fast paths. Knows no pages."""
 
 import torch
 

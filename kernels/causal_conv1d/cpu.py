@@ -1,7 +1,7 @@
 """Causal depthwise convolution on the CPU, in place on rings of inputs.
 
-A ring holds the input of position p in column p % kernel, so that going on never moves a byte. Knows nothing of
-requests or of what the channels mean.
+A ring holds the input of position p in column p % kernel, so that going on never moves a byte. Knows nothing
+of requests or of what the channels mean.
 """
 
 import torch
@@ -64,11 +64,12 @@ def causal_conv1d_prefill(
 ) -> torch.Tensor:
     """S sequences laid end to end, each going on from its ring.
 
-    x: [T, C], T = sum(query_lens). weight: [C, kernel], its last column meets the current token. bias: [C], None.
+    x: [T, C], T = sum(query_lens). bias: [C] or None.
+    weight: [C, kernel], its last column meets the current token.
     conv_state: [N, kernel, C]; rows `state_indices` (int64 [S], distinct) are updated in place and wholly
         defined afterwards; rows may overlap in memory as long as the named ones do not.
     has_initial_state: bool [S]; where False the history is zero and the ring's old bytes are not used.
-    query_lens, context_lens: tokens of each sequence now and before. A sequence without tokens keeps its ring.
+    query_lens, context_lens: tokens of each sequence now and before. One without tokens keeps its ring.
     Returns silu(conv(x) + bias), [T, C] in the dtype of x; the bits do not depend on
     where a sequence is cut if C is a multiple of 64.
     """
@@ -85,8 +86,8 @@ def causal_conv1d_prefill(
     _fix_first_tokens(y, x, taps, old, starts, lens, context)
     y = _silu(y, bias).to(x.dtype)
 
-    # column c belongs to the last position before the end that is c modulo kernel; where that lies before this
-    # chunk the old column is already it
+    # column c belongs to the last position before the end that is c modulo kernel; where that lies before
+    # this chunk the old column is already it
     end = context + lens
     column = torch.arange(kernel, device=x.device)
     from_end = (end[:, None] - 1 - column) % kernel + 1

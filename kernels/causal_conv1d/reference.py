@@ -1,4 +1,4 @@
-"""The causal convolution token by token: the truth the fast paths are tested against. Knows nothing of rings."""
+"""The causal convolution token by token: the truth for the fast paths. Knows nothing of rings."""
 
 import torch
 

@@ -1,15 +1,19 @@
 """The chunkwise form of linear attention: matrix products inside chunks, one serial pass over chunks.
 
-Inside a chunk the delta rule's updates are u = T (beta v - beta exp(G) k S^T), with G the running sum of the log
-decay and T = (I + A)^-1, A the strictly lower triangle of beta_i (k_i . k_j) exp(G_i - G_j) (the WY form; Yang et
-al. 2024, arXiv 2406.06484 and 2412.06464). Only exponentials of non-positive numbers are ever taken. Knows
-nothing of where states are stored.
+Inside a chunk the delta rule's updates are u = T (beta v - beta exp(G) k S^T), with G the running sum of the
+log decay and T = (I + A)^-1, A the strictly lower triangle of beta_i (k_i . k_j) exp(G_i - G_j) (the WY form;
+Yang et al. 2024, arXiv 2406.06484 and 2412.06464). Only exponentials of non-positive numbers are ever taken.
+Knows nothing of where states are stored.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+
+# chunks worked on together: enough for batched products, few enough that their matrices stay in the cache
+GROUP_CHUNKS = 8
 
 
 @dataclass(frozen=True)
@@ -25,41 +29,82 @@ class ChunkLayout:
     """int64 [S']: index of the sequence of each rank; sequences without tokens are absent."""
     offsets: tuple[int, ...]
     """First chunk row of each step of the serial pass, and the number of chunks last."""
-    slots: torch.Tensor | None
-    """int64 [T]: padded position of each token; None when nothing moves."""
+    tokens: torch.Tensor | None
+    """int64 [T]: tokens in the order in which they lie; None for the order they came in."""
+    slots: torch.Tensor
+    """int64 [T]: where each of `tokens` lies, rising: chunk slot // chunk_size, place slot % chunk_size."""
 
     @classmethod
-    def build(cls, query_lens: tuple[int, ...], chunk_size: int, device: torch.device) -> "ChunkLayout":
+    def build(cls, query_lens: tuple[int, ...], chunk_size: int) -> "ChunkLayout":
         counts = [-(-n // chunk_size) for n in query_lens]
         order = sorted((i for i, n in enumerate(counts) if n), key=lambda i: -counts[i])
         offsets = [0]
         for step in range(counts[order[0]]):
             offsets.append(offsets[-1] + sum(counts[i] > step for i in order))
-        slots = None
-        if len(order) > 1 or query_lens[order[0]] % chunk_size:
-            first_rows = torch.tensor(offsets[:-1])
-            parts: list[torch.Tensor] = [torch.empty(0, dtype=torch.int64)] * len(query_lens)
-            for rank, i in enumerate(order):
-                token = torch.arange(query_lens[i])
-                parts[i] = (first_rows[token // chunk_size] + rank) * chunk_size + token % chunk_size
-            slots = torch.cat(parts).to(device)
-        return cls(chunk_size, torch.tensor(order, device=device), tuple(offsets), slots)
+        if len(order) == 1:
+            return cls(chunk_size, torch.tensor(order), tuple(offsets), None, torch.arange(sum(query_lens)))
+        first_rows = torch.tensor(offsets[:-1])
+        parts: list[torch.Tensor] = [torch.empty(0, dtype=torch.int64)] * len(query_lens)
+        for rank, i in enumerate(order):
+            token = torch.arange(query_lens[i])
+            parts[i] = (first_rows[token // chunk_size] + rank) * chunk_size + token % chunk_size
+        slots, tokens = torch.cat(parts).sort()
+        return cls(chunk_size, torch.tensor(order), tuple(offsets), tokens, slots)
 
-    @property
-    def num_chunks(self) -> int:
-        return self.offsets[-1]
+    def groups(self) -> Iterator["ChunkGroup"]:
+        """The steps of the serial pass, some at a time, with the tokens that lie in them."""
+        first = 0
+        while first < len(self.offsets) - 1:
+            last = first + 1
+            while (
+                last < len(self.offsets) - 1 and self.offsets[last + 1] - self.offsets[first] <= GROUP_CHUNKS
+            ):
+                last += 1
+            offsets = self.offsets[first : last + 1]
+            edges = torch.tensor((offsets[0], offsets[-1])) * self.chunk_size
+            start, end = torch.searchsorted(self.slots, edges).tolist()
+            tokens = None if self.tokens is None else self.tokens[start:end]
+            slots = self.slots[start:end] - offsets[0] * self.chunk_size
+            yield ChunkGroup(
+                self.chunk_size, tuple(n - offsets[0] for n in offsets), start, end, tokens, slots
+            )
+            first = last
+
+
+@dataclass(frozen=True)
+class ChunkGroup:
+    """Some steps of a `ChunkLayout`, with rows and slots counted from the first of them."""
+
+    chunk_size: int
+    offsets: tuple[int, ...]
+    start: int
+    end: int
+    tokens: torch.Tensor | None
+    slots: torch.Tensor
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """The group's tokens of x [T, ...], in the order in which they lie."""
+        return x[self.start : self.end] if self.tokens is None else x.index_select(0, self.tokens)
+
+    def put(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Write x [chunks, chunk_size, H, V], padding and all, to the group's tokens of out [T, H, V]."""
+        if self.tokens is not None:
+            out.index_copy_(0, self.tokens, x.flatten(0, 1).index_select(0, self.slots).to(out.dtype))
+            return
+        part = out[self.start : self.end]
+        whole = part.shape[0] // self.chunk_size
+        head = part[: whole * self.chunk_size].view(whole, *x.shape[1:])
+        head.copy_(x[:whole])
+        if whole < x.shape[0]:
+            part[whole * self.chunk_size :] = x[whole, : part.shape[0] - whole * self.chunk_size]
 
     def to_chunks(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H, ...] of any dtype -> fp32 [chunks, H, chunk_size, ...], zero where there is no token."""
-        if self.slots is not None:
-            padded = torch.zeros(self.num_chunks * self.chunk_size, *x.shape[1:], device=x.device)
-            x = padded.index_copy_(0, self.slots, x.float())
-        return x.view(self.num_chunks, self.chunk_size, *x.shape[1:]).transpose(1, 2).float().contiguous()
-
-    def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """[chunks, chunk_size, H, V] -> [T, H, V]."""
-        x = x.reshape(self.num_chunks * self.chunk_size, *x.shape[2:])
-        return x if self.slots is None else x.index_select(0, self.slots)
+        """fp32 [tokens, H, ...] as taken -> [chunks, H, chunk_size, ...], zero where there is no token."""
+        padded_size = self.offsets[-1] * self.chunk_size
+        if x.shape[0] < padded_size:
+            padded = torch.zeros(padded_size, *x.shape[1:])
+            x = padded.index_copy_(0, self.slots, x)
+        return x.view(-1, self.chunk_size, *x.shape[1:]).transpose(1, 2).contiguous()
 
 
 @dataclass
@@ -85,37 +130,38 @@ class _Chunks:
 
 
 def chunkwise_scan(
-    layout: ChunkLayout,
+    group: ChunkGroup,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     g: torch.Tensor | None,
     beta: torch.Tensor | None,
-    initial: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """All sequences of `layout` from the states `initial` fp32 [S', Hv, V, K] (by rank; overwritten).
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """The tokens of one group, from the states fp32 [S', Hv, V, K] (by rank), which are carried on in place.
 
-    q, k, v, g, beta as in `linear_attention_prefill`, q and k normalised and scaled.
-    Returns (out fp32 [T, Hv, V], final states [S', Hv, V, K]).
+    q, k, v, g, beta: fp32, the group's tokens, otherwise as in `linear_attention_prefill`; q and k normalised
+    and scaled. Returns fp32 [chunks, chunk_size, Hv, V], padding and all.
     """
-    q, k, v = layout.to_chunks(q), layout.to_chunks(k), layout.to_chunks(v)
-    beta = None if beta is None else layout.to_chunks(beta)
+    q, k, v = group.to_chunks(q), group.to_chunks(k), group.to_chunks(v)
+    beta = None if beta is None else group.to_chunks(beta)
     if g is None:
         chunks = _no_decay(q, k, v, beta)
     elif g.ndim == 2:
-        chunks = _head_decay(q, k, v, layout.to_chunks(g), beta)
+        chunks = _head_decay(q, k, v, group.to_chunks(g), beta)
     else:
-        chunks = _channel_decay(q, k, v, layout.to_chunks(g), beta)
-    before = _serial_pass(layout, chunks, initial)
-    return layout.to_tokens(_outputs(chunks, before)), initial
+        chunks = _channel_decay(q, k, v, group.to_chunks(g), beta)
+    before = _serial_pass(group.offsets, chunks, state)
+    return _outputs(chunks, before)
 
 
 def _no_decay(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor | None) -> _Chunks:
     group = v.shape[1] // k.shape[1]
     scores = (q @ k.transpose(-1, -2)).tril_().repeat_interleave(group, 1)
-    u, w = v.transpose(-1, -2).contiguous(), None
-    if beta is not None:
-        kk = (k @ k.transpose(-1, -2)).tril_(-1).repeat_interleave(group, 1)
+    if beta is None:
+        u, w = v.transpose(-1, -2).contiguous(), None
+    else:
+        kk = (k @ k.transpose(-1, -2)).repeat_interleave(group, 1)
         inverse = unit_lower_inverse(kk * beta.unsqueeze(-1)) * beta.unsqueeze(-2)
         u, w = v.transpose(-1, -2) @ inverse.transpose(-1, -2), _stacked(inverse, k)
     return _Chunks(q, k, scores, u, w, None, None, None)
@@ -133,9 +179,10 @@ def _head_decay(
     scores = ((q @ k.transpose(-1, -2)).tril_().unsqueeze(2) * between).flatten(1, 2)
     decay_in = total.float().exp_()
     decay_out = (total[..., -1:] - total).float().exp_()
-    u, w = v.transpose(-1, -2).contiguous(), None
-    if beta is not None:
-        kk = (k @ k.transpose(-1, -2)).tril_(-1).unsqueeze(2)
+    if beta is None:
+        u, w = v.transpose(-1, -2).contiguous(), None
+    else:
+        kk = (k @ k.transpose(-1, -2)).unsqueeze(2)
         a = between.mul_(kk).flatten(1, 2).mul_(beta.unsqueeze(-1))
         inverse = unit_lower_inverse(a).mul_(beta.unsqueeze(-2))
         u = v.transpose(-1, -2) @ inverse.transpose(-1, -2)
@@ -153,8 +200,9 @@ def _channel_decay(
     scores, kk = _decayed_products(q, k, total)
     decay_in = total.float().exp_()
     decay_out = (total[..., -1:, :] - total).float().exp_()
-    u, w = v.transpose(-1, -2).contiguous(), None
-    if beta is not None:
+    if beta is None:
+        u, w = v.transpose(-1, -2).contiguous(), None
+    else:
         inverse = unit_lower_inverse(kk * beta.unsqueeze(-1)) * beta.unsqueeze(-2)
         u, w = v.transpose(-1, -2) @ inverse.transpose(-1, -2), inverse @ (k * decay_in)
     return _Chunks(q * decay_in, k * decay_out, scores, u, w, None, None, decay_in[..., -1:, :])
@@ -163,7 +211,7 @@ def _channel_decay(
 def _decayed_products(
     q: torch.Tensor, k: torch.Tensor, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lower triangles of sum_c q_ic k_jc exp(G_ic - G_jc), with diagonal, and of the same with k for q, without.
+    """Lower triangle of sum_c q_ic k_jc exp(G_ic - G_jc), and strictly lower one of the same with k for q.
 
     By halving: tokens i of a block's second half and j of its first are both measured from the last token of
     the first half, so that each factor's exponent is <= 0 and no [C, C, K] tensor is built.
@@ -187,36 +235,14 @@ def _decayed_products(
 
 
 def unit_lower_inverse(a: torch.Tensor) -> torch.Tensor:
-    """(I + a)^-1 for strictly lower triangular a [..., C, C], C a power of two.
+    """(I + a)^-1 for a [..., C, C] of which only the strictly lower triangle is read.
 
-    Blocks of 8 by (I - a)(I + a^2)(I + a^4), exact since a^8 = 0 there; then blocks are merged in pairs,
-    [[X, 0], [-Z L X, Z]]. The product form alone would cancel badly at 64 where keys are alike.
+    By substitution: products of powers of a would cancel badly where keys are alike. Tried against blocks of
+    8 merged in pairs by products, which took twice as long.
     """
-    shape, size = a.shape, a.shape[-1]
-    a = a.reshape(-1, size, size)
-    block = min(8, size)
-    base = _diagonal_blocks(a, block).contiguous()
-    eye = torch.eye(block, dtype=a.dtype, device=a.device)
-    power = base @ base
-    inverse = (eye - base) @ (eye + power)
-    if block > 4:
-        inverse = inverse @ (eye + power @ power)
-    while block < size:
-        lower = _diagonal_blocks(a, 2 * block)[..., block:, :block]
-        merged = torch.zeros(a.shape[0], size // (2 * block), 2 * block, 2 * block, dtype=a.dtype, device=a.device)
-        first, second = inverse[:, 0::2], inverse[:, 1::2]
-        merged[..., :block, :block] = first
-        merged[..., block:, block:] = second
-        merged[..., block:, :block] = (second @ lower @ first).neg_()
-        inverse, block = merged, 2 * block
-    return inverse.view(shape)
-
-
-def _diagonal_blocks(a: torch.Tensor, block: int) -> torch.Tensor:
-    """View of the blocks on the diagonal of a [B, C, C], as [B, C / block, block, block]."""
-    batch, size, _ = a.shape
-    blocks = a.view(batch, size // block, block, size // block, block)
-    return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)
+    eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
+    # the transposed problem is the one LAPACK's column order takes and gives without a copy
+    return torch.linalg.solve_triangular(a.mT, eye, upper=True, unitriangular=True).mT
 
 
 def _stacked(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -226,33 +252,38 @@ def _stacked(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (stacked @ right).view(chunks, num_v_heads, rows, right.shape[-1])
 
 
-def _serial_pass(layout: ChunkLayout, chunks: _Chunks, state: torch.Tensor) -> torch.Tensor:
+def _serial_pass(offsets: tuple[int, ...], chunks: _Chunks, state: torch.Tensor) -> torch.Tensor:
     """Carry `state` [S', Hv, V, K] through the chunks, in place, turning `chunks.u` into the true updates.
 
     Returns the states before each chunk, [chunks, Hv, V, K].
     """
-    before = torch.empty(layout.num_chunks, *state.shape[1:], device=state.device)
-    for start, end in pairwise(layout.offsets):
+    before = torch.empty(offsets[-1], *state.shape[1:])
+    for start, end in pairwise(offsets):
         active = state[: end - start]
         before[start:end] = active
         u = chunks.u[start:end]
         if chunks.w is not None:
-            u -= active @ chunks.w[start:end].transpose(-1, -2)
+            u.flatten(0, 1).baddbmm_(active.flatten(0, 1), chunks.w[start:end].flatten(0, 1).mT, alpha=-1)
         if chunks.decay_chunk is not None:
             active *= chunks.decay_chunk[start:end]
         if chunks.decay_out is not None:
             u = u * chunks.decay_out[start:end].unsqueeze(-2)
-        active += _stacked(u, chunks.k[start:end])
+        k = chunks.k[start:end].flatten(0, 1)
+        active.view(k.shape[0], -1, k.shape[2]).baddbmm_(u.view(k.shape[0], -1, k.shape[1]), k)
     return before
 
 
 def _outputs(chunks: _Chunks, before: torch.Tensor) -> torch.Tensor:
-    """[chunks, C, Hv, V]: what the state at the chunk's start gives each token, and what its own chunk does."""
+    """[chunks, C, Hv, V]: what the state at the chunk's start gives each token, and what its chunk does."""
     num_chunks, num_v_heads, v_dim, _ = before.shape
     num_x_heads, size = chunks.q.shape[1:3]
     stacked = before.view(num_chunks, num_x_heads, -1, before.shape[-1])
-    old = (chunks.q @ stacked.transpose(-1, -2)).view(num_chunks, num_x_heads, size, -1, v_dim)
-    old = old.transpose(1, 2).reshape(num_chunks, size, num_v_heads, v_dim)
-    if chunks.decay_in is not None:
-        old *= chunks.decay_in.transpose(1, 2).unsqueeze(-1)
-    return old.add_((chunks.scores @ chunks.u.transpose(-1, -2)).transpose(1, 2))
+    old = (chunks.q @ stacked.mT).view(num_chunks, num_x_heads, size, -1, v_dim).transpose(2, 3)
+    out = torch.empty(num_chunks, num_v_heads, size, v_dim)
+    grouped = out.view(old.shape)
+    if chunks.decay_in is None:
+        grouped.copy_(old)
+    else:
+        torch.mul(old, chunks.decay_in.view(*old.shape[:-1], 1), out=grouped)
+    out.flatten(0, 1).baddbmm_(chunks.scores.flatten(0, 1), chunks.u.flatten(0, 1).mT)
+    return out.transpose(1, 2)

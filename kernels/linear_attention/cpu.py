@@ -45,8 +45,8 @@ def linear_attention_prefill(
     q, k: [T, Hk, K]; v: [T, Hv, V]; value head h reads key head h // (Hv // Hk).
     g: fp32 log decay <= 0, [T, Hv] per head, [T, Hv, K] per key channel, or None for no decay.
     beta: fp32 [T, Hv], or None for no delta rule.
-    state: fp32 [N, Hv, V, K], rows `state_indices` (int64 [S], distinct) are updated in place, no other row is
-        touched; rows may overlap in memory as long as the named ones do not.
+    state: fp32 [N, Hv, V, K], rows `state_indices` (int64 [S], distinct) are updated in place, no other row
+        is touched; rows may overlap in memory as long as the named ones do not.
     has_initial_state: bool [S]; where False the sequence starts from zero and the old bytes are not used.
     query_lens: tokens of each sequence, sum T. A sequence without tokens leaves its state as it is.
     scale: factor on q, K ** -0.5 by default. qk_l2norm: normalise q and k over K, eps 1e-6 inside the root.
@@ -58,17 +58,22 @@ def linear_attention_prefill(
     assert chunk_size & (chunk_size - 1) == 0
     if num_tokens == 0:
         return torch.empty_like(v)
-    layout = ChunkLayout.build(query_lens, chunk_size, v.device)
-    q, k = _prepare_qk(q, k, scale, qk_l2norm)
-    rows = state_indices[layout.order]
-    initial = torch.where(
-        has_initial_state[layout.order][:, None, None, None], state.index_select(0, rows), 0.0
-    )
-    if g is not None:
-        g = g.float().clamp(min=MIN_LOG_DECAY)
-    out, final = chunkwise_scan(layout, q, k, v, g, beta, initial)
-    state.index_copy_(0, rows, final)
-    return out.to(v.dtype)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    layout = ChunkLayout.build(query_lens, chunk_size)
+    rows, known = state_indices[layout.order], has_initial_state[layout.order]
+    carried = torch.where(known[:, None, None, None], state.index_select(0, rows), 0.0)
+    out = torch.empty_like(v)
+    for group in layout.groups():
+        part_q, part_k = group.take(q).float(), group.take(k).float()
+        if qk_l2norm:
+            part_q, part_k = _l2norm(part_q), _l2norm(part_k)
+        part_q = part_q * scale
+        part_g = None if g is None else group.take(g).float().clamp(min=MIN_LOG_DECAY)
+        part_beta = None if beta is None else group.take(beta).float()
+        part_v = group.take(v).float()
+        group.put(out, chunkwise_scan(group, part_q, part_k, part_v, part_g, part_beta, carried))
+    state.index_copy_(0, rows, carried)
+    return out
 
 
 def linear_attention_decode(
@@ -87,61 +92,47 @@ def linear_attention_decode(
 
     The output is exp(g) (S_old q) + (k . q) u, so that the old state is read once for both S k and S q.
     """
-    num_rows = v.shape[0]
-    q, k = _prepare_qk(q, k, scale, qk_l2norm)
+    batch, num_v_heads, v_dim = v.shape
+    num_k_heads, key_dim = k.shape[1:]
     decay = None if g is None else g.float().exp()
-    if num_rows == 1:
-        # a view: the state is updated where it lies
-        row = state.select(0, int(state_indices)).unsqueeze(0)
-        return _step(q, k, v.float(), decay, beta, row).to(v.dtype)
-    rows = state.index_select(0, state_indices)
-    out = _step(q, k, v.float(), decay, beta, rows)
-    state.index_copy_(0, state_indices, rows)
-    return out.to(v.dtype)
-
-
-def _prepare_qk(
-    q: torch.Tensor, k: torch.Tensor, scale: float | None, qk_l2norm: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 q (normalised and scaled) and k (normalised)."""
-    key_dim = q.shape[-1]
-    scale = key_dim**-0.5 if scale is None else scale
-    q, k = q.float(), k.float()
-    if not qk_l2norm:
-        return q * scale, k
-    # x rsqrt(sum x^2 + eps) is the rms norm with eps / K, times K ** -0.5
-    q = F.rms_norm(q, (key_dim,), eps=L2_EPS / key_dim).mul_(scale * key_dim**-0.5)
-    k = F.rms_norm(k, (key_dim,), eps=L2_EPS / key_dim).mul_(key_dim**-0.5)
-    return q, k
-
-
-def _step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    state: torch.Tensor,
-) -> torch.Tensor:
-    """One token for each row of `state` [B, Hv, V, K], updated in place; returns fp32 [B, Hv, V]."""
-    batch, num_v_heads, v_dim, key_dim = state.shape
-    num_k_heads = k.shape[1]
     per_channel = decay is not None and decay.ndim == 3
     if per_channel and num_k_heads != num_v_heads:
         group = num_v_heads // num_k_heads
         q, k, num_k_heads = q.repeat_interleave(group, 1), k.repeat_interleave(group, 1), num_v_heads
-    # value heads of one key head are stacked, so that q and k are never repeated for them
-    stacked = state.view(batch * num_k_heads, -1, key_dim)
-    kq = torch.stack((k, q), -1)
-    read = torch.bmm(stacked, (kq * decay.unsqueeze(-1) if per_channel else kq).view(-1, key_dim, 2))
-    read = read.view(batch, num_v_heads, v_dim, 2)
+    kq = torch.stack((k, q), 2).float()
+    if qk_l2norm:
+        kq = _l2norm(kq)
+    own = torch.linalg.vecdot(*kq.unbind(2)).view(batch, num_k_heads, 1, 1)
+
+    # views: each state is updated where it lies, while it is in the cache; value heads of one key head are
+    # stacked, so that q and k are never repeated for them. gathering the states to batch the products took
+    # twice as long
+    rows = [state.select(0, i) for i in state_indices.tolist()]
+    stacked = [row.view(num_k_heads, -1, key_dim) for row in rows]
+    read = torch.empty(batch, num_k_heads, 2, num_v_heads // num_k_heads * v_dim)
+    for reader, row, result in zip(
+        kq * decay.unsqueeze(2) if per_channel else kq, stacked, read, strict=True
+    ):
+        torch.bmm(reader, row.mT, out=result)
+    read = read.view(batch, num_k_heads, 2, -1, v_dim)
     if decay is not None and not per_channel:
-        read = read * decay[:, :, None, None]
-    u = v if beta is None else (v - read[..., 0]) * beta.unsqueeze(-1)
+        read.mul_(decay.view(batch, num_k_heads, 1, -1, 1))
+    read_k, read_q = read.unbind(2)
+    u = v.float().view(batch, num_k_heads, -1, v_dim)
+    if beta is not None:
+        u = (u - read_k) * beta.view(batch, num_k_heads, -1, 1)
     if decay is not None:
-        state.mul_(decay.unsqueeze(2) if per_channel else decay[:, :, None, None])
-    k_rows = k.reshape(-1, 1, key_dim)
-    u_rows = u.reshape(batch * num_k_heads, -1, 1)
-    stacked.addcmul_(u_rows, k_rows)
-    own = (k * q).sum(-1).view(-1, 1, 1)
-    return torch.addcmul(read[..., 1], u, (own.expand_as(u_rows)).reshape(u.shape))
+        factors = decay.unsqueeze(2) if per_channel else decay.view(batch, num_v_heads, 1, 1)
+        for row, factor in zip(rows, factors, strict=True):
+            row.mul_(factor)
+    for row, u_row, k_row in zip(
+        stacked, u.reshape(batch, num_k_heads, -1, 1), kq.narrow(2, 0, 1), strict=True
+    ):
+        row.addcmul_(u_row, k_row)
+    out = torch.addcmul(read_q, u, own).mul_(key_dim**-0.5 if scale is None else scale)
+    return out.view(v.shape).to(v.dtype)
+
+
+def _l2norm(x: torch.Tensor) -> torch.Tensor:
+    """x / sqrt(sum(x^2) + 1e-6) over the last axis of fp32 x."""
+    return x * torch.linalg.vecdot(x, x).add_(L2_EPS).rsqrt_().unsqueeze(-1)

@@ -1,6 +1,6 @@
 """The recurrence of linear attention, token by token: the truth the fast paths are tested against.
 
-Works in the dtype it is given (fp64 for the truth, fp32 for the yardstick). Knows nothing of chunks or arenas.
+Works in the dtype it is given (fp64 for the truth, fp32 for the yardstick). Knows nothing of chunks.
 """
 
 import torch
@@ -35,7 +35,8 @@ def linear_attention_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence, all tensors of one floating dtype.
 
-    q, k [T, Hk, K]; v [T, Hv, V]; g [T, Hv], [T, Hv, K] or None; beta [T, Hv] or None; initial_state [Hv, V, K].
+    q, k [T, Hk, K]; v [T, Hv, V]; g [T, Hv], [T, Hv, K] or None; beta [T, Hv] or None.
+    initial_state [Hv, V, K].
     Returns (out [T, Hv, V], final state [Hv, V, K]); the input state is not changed. For each token and head
         S = exp(g) S;  u = beta (v - S k), or v without beta;  S = S + outer(u, k);  o = S q
     """

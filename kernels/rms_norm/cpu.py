@@ -4,7 +4,9 @@ import torch
 import torch.nn.functional as F
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = True) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = True
+) -> torch.Tensor:
     """x [..., D] normalised over D and multiplied by 1 + weight (`zero_centered`) or by weight [D]."""
     normed = F.rms_norm(x.float(), (x.shape[-1],), eps=eps)
     weight = weight.float()

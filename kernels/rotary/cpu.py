@@ -3,7 +3,9 @@
 import torch
 
 
-def rotary_cos_sin(positions: torch.Tensor, rotary_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_cos_sin(
+    positions: torch.Tensor, rotary_dim: int, theta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """positions int64 [T] -> (cos, sin), fp32 [T, rotary_dim // 2].
 
     The angles are fp32 products of position and fp32 frequency, as checkpoints were trained with; at large

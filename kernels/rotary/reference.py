@@ -6,7 +6,7 @@ import torch
 
 
 def rotary_reference(x: torch.Tensor, positions: torch.Tensor, rotary_dim: int, theta: float) -> torch.Tensor:
-    """x [T, H, D] in its own dtype; dims (i, i + rotary_dim / 2) turn by position * theta ** (-2i / rotary_dim)."""
+    """x [T, H, D]; dims (i, i + rotary_dim / 2) turn by position * theta ** (-2i / rotary_dim)."""
     out = x.clone()
     half = rotary_dim // 2
     for t, position in enumerate(positions.tolist()):

@@ -23,11 +23,11 @@ def sample(
 ) -> torch.Tensor:
     """One token a row.
 
-    logits: fp32 [B, V]. temperature, top_p, min_p: floating [B]; top_k: integer [B]. Temperature 0 is greedy (the
-        lowest id of the largest logit); top_k <= 0, top_p >= 1 and min_p <= 0 are off.
+    logits: fp32 [B, V]. temperature, top_p, min_p: floating [B]; top_k: integer [B]. Temperature 0 is greedy
+        (the lowest id of the largest logit); top_k <= 0, top_p >= 1 and min_p <= 0 are off.
     uniform: fp64 [B] in [0, 1), the point of the cumulative distribution that is drawn.
-    Returns int64 [B]. Filters apply in the order temperature, top_k, top_p, min_p; equal logits rank by rising id.
-    The draw walks the tokens by rank, or by id where no filter is on.
+    Returns int64 [B]. Filters apply in the order temperature, top_k, top_p, min_p; equal logits rank by
+    rising id. The draw walks the tokens by rank, or by id where no filter is on.
     """
     tokens = logits.argmax(-1)
     random = temperature > 0
@@ -52,9 +52,9 @@ def penalize(
 ) -> None:
     """Apply penalties to logits [V], or [B, V] with one entry a row in every other argument, in place.
 
-    prompt_ids, output_ids: int64 [n], any n. A token of prompt or output has its logit divided by `repetition`
-    where positive, else multiplied by it (Keskar et al. 2019); then a token of the output loses `presence` once
-    and `frequency` for each time it occurs (OpenAI's definition). 1, 0 and 0 change nothing.
+    prompt_ids, output_ids: int64 [n], any n. A token of prompt or output has its logit divided by
+    `repetition` where positive, else multiplied by it (Keskar et al. 2019); then a token of the output loses
+    `presence` once and `frequency` for each time it occurs (OpenAI's definition). 1, 0 and 0 change nothing.
     """
     if logits.ndim == 2:
         for row in zip(logits, prompt_ids, output_ids, repetition, presence, frequency, strict=True):
@@ -122,7 +122,7 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor
 
 
 def _block_weights(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """exp((logit - max) / temperature) as fp32 [R, blocks, BLOCK], and its sums over a block, fp64 [R, blocks]."""
+    """exp((logit - max) / temperature), fp32 [R, blocks, BLOCK], and its sums, fp64 [R, blocks]."""
     num_rows, vocab = logits.shape
     peak = logits.amax(-1, keepdim=True)
     weights = torch.zeros(num_rows, -(-vocab // BLOCK) * BLOCK, device=logits.device)
@@ -162,10 +162,13 @@ def _draw_filtered(
 ) -> torch.Tensor:
     """Draw from the candidates of each row; rows they do not settle are sorted whole."""
     vocab = logits.shape[1]
-    count = min(CANDIDATES, vocab)
-    options = (temperature.double(), top_k, top_p.double(), min_p.double(), uniform)
-    _, sums = _block_weights(logits, temperature)
-    options = (*options, sums.sum(-1))
+    # fewer candidates give the same ranking; a small top_k in every row needs no more than that
+    bounded = top_k > 0
+    count = min(CANDIDATES, vocab, int(torch.where(bounded, top_k, vocab).max()))
+    total = torch.zeros(logits.shape[0], dtype=torch.float64)
+    if bool(((~bounded | (top_k > count)) & (top_p < 1)).any()):
+        total = _block_weights(logits, temperature)[1].sum(-1)
+    options = (temperature.double(), top_k, top_p.double(), min_p.double(), uniform, total)
     values, ids = _ranked(logits, count)
     position, settled = _draw_ranked(values, vocab, *options)
     tokens = ids.gather(1, position.unsqueeze(1)).squeeze(1)
@@ -187,10 +190,10 @@ def _draw_ranked(
     uniform: torch.Tensor,
     total: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rank drawn from the n largest logits of a row, values fp32 [R, n], and whether n were enough to know it.
+    """Rank drawn among the n largest logits of a row, values fp32 [R, n], and whether n settle it.
 
-    Every filter keeps a prefix of the ranking, so that the shortest prefix decides. total: fp64 [R], the sum of
-    exp((logit - max) / temperature) over the whole row.
+    Every filter keeps a prefix of the ranking, so that the shortest prefix decides. total: fp64 [R], the sum
+    of exp((logit - max) / temperature) over the whole row.
     """
     count = values.shape[1]
     weights = ((values - values[:, :1]).double() / temperature.unsqueeze(1)).exp_()

@@ -6,10 +6,10 @@ import math
 def sample_reference(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, uniform: float
 ) -> int:
-    """One token of one row: temperature, top_k, top_p, min_p, then the inverse of the cumulative distribution.
+    """One token of one row: temperature, top_k, top_p, min_p, then the inverse of the cumulative sum.
 
-    Tokens are ranked by falling logit, equal ones by rising id; each filter keeps a prefix of that ranking. The
-    draw walks the ranking, or the ids in rising order where no filter is on.
+    Tokens are ranked by falling logit, equal ones by rising id; each filter keeps a prefix of that ranking.
+    The draw walks the ranking, or the ids in rising order where no filter is on.
     """
     ranked = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     if temperature == 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridserve.parallel.group import single
+from hybridserve.parallel.group import SINGLE
 from hybridserve.replicas.arena.arena import Arena
 from hybridserve.replicas.arena.layout import plan_arena
 from hybridserve.replicas.engine.config import EngineConfig
@@ -57,7 +57,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     model = load_model(
         config.model,
         model_config,
-        single(),
+        SINGLE,
         placement.dtype,
         placement.device,
         config.load_format,

@@ -6,11 +6,11 @@ from torch import nn
 from hybridserve.kernels.attention import attention_decode, attention_prefill, write_kv
 from hybridserve.kernels.rotary import apply_rotary
 from hybridserve.parallel.group import TensorParallelGroup
-from hybridserve.parallel.heads import shard_heads
 from hybridserve.parallel.layers.linear import QKVParallelLinear, RowParallelLinear
 from hybridserve.parallel.weights.parameter import Cut, head_ranges
 from hybridserve.replicas.models.batch import KVCache
 from hybridserve.replicas.models.norm import ZeroCentredRMSNorm
+from hybridserve.replicas.models.sharding import mixer_heads
 from hybridserve.replicas.models.specs import FullAttentionSpec
 from hybridserve.replicas.models.step import MixerKernel, Phase, PhaseBatch, StepContext, run_phases
 
@@ -30,9 +30,7 @@ class FullAttention(nn.Module):
     ) -> None:
         super().__init__()
         assert spec.output_gate and spec.qk_norm and spec.rotary_dim > 0, spec
-        heads = shard_heads(
-            "num_attention_heads", spec.total_num_heads, spec.total_num_kv_heads, group.rank, group.size
-        )
+        heads = mixer_heads(spec, group.rank, group.size)
         self.head_dim = spec.head_dim
         self.scale = spec.head_dim**-0.5
         self.qkv_proj = QKVParallelLinear(
@@ -59,8 +57,8 @@ class FullAttention(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor, step: StepContext, cache: KVCache
     ) -> torch.Tensor:
         """x, residual: [T, hidden_size]. Returns residual + attention(x); writes the new K and V."""
-        q, gate, k, v = self.qkv_proj(x).split(self.qkv_proj.split_sizes, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
+        q, gate, k, v = self.qkv_proj(x).split_with_sizes(self.qkv_proj.split_sizes, -1)
+        q, k, v = (part.view(x.shape[0], -1, self.head_dim) for part in (q, k, v))
         cos, sin = step.rotary
         q = apply_rotary(self.q_norm(q), cos, sin)
         k = apply_rotary(self.k_norm(k), cos, sin)

@@ -6,11 +6,12 @@ from torch import nn
 from hybridserve.kernels.causal_conv1d import causal_conv1d_decode, causal_conv1d_prefill, make_phase_weight
 from hybridserve.kernels.linear_attention import gdn_gates, linear_attention_decode, linear_attention_prefill
 from hybridserve.parallel.group import TensorParallelGroup
-from hybridserve.parallel.heads import HeadShard, shard_heads
+from hybridserve.parallel.heads import HeadShard
 from hybridserve.parallel.layers.linear import FusedColumnLinear, RowParallelLinear
 from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, head_ranges
 from hybridserve.replicas.models.batch import StateCache
 from hybridserve.replicas.models.norm import GatedRMSNorm
+from hybridserve.replicas.models.sharding import mixer_heads
 from hybridserve.replicas.models.specs import LinearAttentionSpec
 from hybridserve.replicas.models.step import MixerKernel, Phase, PhaseBatch, StepContext, run_phases
 
@@ -44,13 +45,7 @@ class GatedDeltaNet(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        heads = shard_heads(
-            "linear_num_value_heads",
-            spec.total_num_v_heads,
-            spec.total_num_k_heads,
-            group.rank,
-            group.size,
-        )
+        heads = mixer_heads(spec, group.rank, group.size)
         self.head_k_dim, self.head_v_dim = spec.head_k_dim, spec.head_v_dim
         qkv = qkv_cut(spec, heads)
         value_rows = Cut(spec.total_value_dim, head_ranges(heads.heads, spec.head_v_dim, spec.head_v_dim))
@@ -78,19 +73,20 @@ class GatedDeltaNet(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor, step: StepContext, cache: StateCache
     ) -> torch.Tensor:
         """x, residual: [T, hidden_size]. Returns residual + mixer(x); updates the sequences' states."""
-        qkv, z, b, a = self.in_proj(x).split(self.in_proj.section_sizes, dim=-1)
+        qkv, z, b, a = self.in_proj(x).split_with_sizes(self.in_proj.section_sizes, -1)
         g, beta = gdn_gates(a, b, self.A_log, self.dt_bias)
         out = run_phases(step, KERNELS, self, (qkv, g, beta), cache)
-        out = self.norm(out, z.unflatten(-1, (-1, self.head_v_dim)))
+        out = self.norm(out, z.view(x.shape[0], -1, self.head_v_dim))
         return self.out_proj(out.flatten(1), residual)
 
     def split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """qkv: [T, channels]. Returns q, k [T, num_k_heads, head_k_dim], v [T, num_v_heads, head_v_dim]."""
-        q, k, v = qkv.split(self.qkv_sizes, dim=-1)
+        q, k, v = qkv.split_with_sizes(self.qkv_sizes, -1)
+        tokens = qkv.shape[0]
         return (
-            q.unflatten(-1, (-1, self.head_k_dim)),
-            k.unflatten(-1, (-1, self.head_k_dim)),
-            v.unflatten(-1, (-1, self.head_v_dim)),
+            q.view(tokens, -1, self.head_k_dim),
+            k.view(tokens, -1, self.head_k_dim),
+            v.view(tokens, -1, self.head_v_dim),
         )
 
 

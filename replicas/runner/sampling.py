@@ -18,6 +18,9 @@ class Sampler:
     def sample(self, logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled]:
         """Draw from fp32 `logits` [R, vocab], one spec a row; the logits are changed in place."""
         finite = rows_finite(logits).tolist()
+        if not all(finite):
+            # whatever is drawn from such a row is thrown away, but it must not break the step of the others
+            logits[torch.tensor(finite, device=self._device).logical_not()] = 0.0
         wants_logprobs = any(s.params.logprobs is not None for s in specs)
         raw = logits.clone() if wants_logprobs and any(map(_edits_logits, specs)) else logits
         for row, spec in zip(logits, specs, strict=True):

@@ -158,3 +158,22 @@ def test_bfloat16_ring_keeps_the_inputs_and_computes_in_fp32(poisoned_rows):
     assert y.dtype == last.dtype == torch.bfloat16
     assert torch.allclose(torch.cat((y, last)).double(), exact, rtol=2**-8, atol=1e-6)
     assert torch.equal(rows.view[rows.indices[0]], ring_of(x, 20, 4))
+
+
+def test_no_tokens_at_all_leave_the_rings_alone(poisoned_rows):
+    rows = poisoned_rows((4, CHANNELS), 2)
+    before = rows.buffer.clone()
+    x, weight, known = torch.empty(0, CHANNELS), torch.randn(CHANNELS, 4), torch.tensor([False, True])
+    y = causal_conv1d_prefill(x, weight, None, rows.view, rows.indices, known, (0, 0), (0, 5))
+    assert y.shape == (0, CHANNELS)
+    assert torch.equal(rows.buffer, before)
+
+
+def test_a_nan_sequence_does_not_reach_the_others():
+    x, weight, new = torch.randn(30, CHANNELS), torch.randn(CHANNELS, 4), torch.tensor([False] * 3)
+    lens, rings, clean_rings = (10, 2, 18), torch.empty(3, 4, CHANNELS), torch.empty(3, 4, CHANNELS)
+    clean = causal_conv1d_prefill(x, weight, None, clean_rings, torch.arange(3), new, lens, (0, 0, 0))
+    x[:10] = torch.nan
+    y = causal_conv1d_prefill(x, weight, None, rings, torch.arange(3), new, lens, (0, 0, 0))
+    assert torch.equal(y[10:], clean[10:])
+    assert torch.equal(rings[1:], clean_rings[1:])

@@ -299,3 +299,46 @@ def test_agrees_with_transformers(k_heads, v_heads, assert_accurate):
     decoded = linear_attention_decode(*inputs.tokens(0, 1).fields(), state, index)
     assert torch.allclose(decoded, recurrent[0], atol=1e-5)
     assert torch.allclose(state[0], recurrent_state[0].transpose(-1, -2), atol=1e-5)
+
+
+def test_no_tokens_at_all_leave_the_states_alone(poisoned_rows):
+    rows = poisoned_rows((4, 16, 32), 2)
+    before = rows.buffer.clone()
+    known = torch.tensor([False, True])
+    out = linear_attention_prefill(*make_inputs(0).fields(), rows.view, rows.indices, known, (0, 0))
+    assert out.shape == (0, 4, 16)
+    assert torch.equal(rows.buffer, before)
+
+
+def test_a_nan_sequence_does_not_reach_the_others():
+    lens = (70, 30, 5)
+    inputs = make_inputs(sum(lens))
+    new, clean_state, state = torch.tensor([False] * 3), torch.empty(3, 4, 16, 32), torch.empty(3, 4, 16, 32)
+    clean = linear_attention_prefill(*inputs.fields(), clean_state, torch.arange(3), new, lens)
+    inputs.v[:70], inputs.k[:70] = torch.nan, torch.nan
+    out = linear_attention_prefill(*inputs.fields(), state, torch.arange(3), new, lens)
+    assert torch.equal(out[70:], clean[70:])
+    assert torch.equal(state[1:], clean_state[1:])
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_slices_of_one_projection_are_taken_as_they_are(tokens):
+    inputs = make_inputs(tokens)
+    mixed = torch.cat([x.flatten(1) for x in (inputs.q, inputs.k, inputs.v)], 1)
+    q, k, v = mixed.split([x[0].numel() for x in (inputs.q, inputs.k, inputs.v)], 1)
+    gates = torch.stack((inputs.g, inputs.beta), -1)
+    sliced = Inputs(
+        q.unflatten(1, (2, 32)),
+        k.unflatten(1, (2, 32)),
+        v.unflatten(1, (4, 16)),
+        gates[..., 0],
+        gates[..., 1],
+    )
+    results = []
+    for given in (inputs, sliced):
+        state, indices = torch.ones(tokens, 4, 16, 32), torch.arange(tokens)
+        decoded = linear_attention_decode(*given.fields(), state, indices)
+        known = torch.tensor([True])
+        prefilled = linear_attention_prefill(*given.fields(), state, indices[:1], known, (tokens,))
+        results.append((decoded, prefilled, state))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

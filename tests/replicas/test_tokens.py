@@ -94,30 +94,42 @@ def test_one_sequence_at_a_time_reuses_the_slots_of_the_last(make, prompts, para
         assert run(engine, together(prompts, params)) == alone
 
 
-def test_preempted_and_resumed(make, prompts, params, alone):
-    engine = make(extents=4, max_num_batched_tokens=256, page_size=64)
-    assert run(engine, together(prompts, params)) == alone
+def test_preempted_and_resumed(make, params):
+    """Three sequences that fit when they start, and no longer when each needs its eleventh page."""
+    rng = random.Random(7)
+    names = ("p1", "p2", "p5")
+    requests = [(0, name, [rng.randrange(8192) for _ in range(150)], params[name]) for name in names]
+    roomy = make(max_num_batched_tokens=256)
+    wanted = {r[1]: run(roomy, [r])[r[1]] for r in requests}
+    engine = make(extents=4, max_num_batched_tokens=256)
+    assert run(engine, requests) == wanted
     assert engine.load().preemptions > 0
 
 
-def test_evacuated(make, prompts, params, alone):
-    engine = make(extents=5, max_num_batched_tokens=512)
-    moved = []
-    copy = engine._executor._storage.copy
+def test_evacuated(make, params):
+    """A short answer leaves two page extents half empty; they are packed for the second newcomer's unit."""
+    rng = random.Random(6)
+    short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    lengths = {"short": (0, 300, short), "p1": (0, 300, params["p1"]), "p2": (0, 5, params["p2"])}
+    lengths |= {"p5": (6, 9, params["p5"]), "p17": (6, 20, params["p17"])}
+    requests = [
+        (at, name, [rng.randrange(8192) for _ in range(length)], how)
+        for name, (at, length, how) in lengths.items()
+    ]
+    roomy = make(max_num_batched_tokens=1000)
+    wanted = {r[1]: run(roomy, [r])[r[1]] for r in requests}
+    engine = make(extents=5, max_num_batched_tokens=1000)
+    storage = engine._executor._storage
+    copy, moved = storage.copy, []
 
     def watch(copies):
         moved.extend(copies.pages)
         copy(copies)
 
-    engine._executor._storage.copy = watch
-    # short answers leave holes in the pages of long ones; newcomers then need a unit
-    rng = random.Random(6)
-    filler = [rng.randrange(8192) for _ in range(420)]
-    short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-    requests = [(0, "filler", filler, short), *together(prompts, params, gap=3)]
-    tokens = run(engine, requests)
+    storage.copy = watch
+    assert run(engine, requests) == wanted
     assert moved, "no page was evacuated: the test tests nothing"
-    assert {name: tokens[name] for name in alone} == alone
+    assert engine.load().preemptions == 0
 
 
 def test_cancelled_neighbours_change_nothing(make, prompts, params, alone):

@@ -175,7 +175,6 @@ def save_random_model(
     config = Qwen3_5TextConfig(
         **{**TINY, "num_hidden_layers": len(layers), "layer_types": layer_types, **changes}
     )
-    config._attn_implementation = "eager"
     reference = Reference(config).float().eval()
     with torch.no_grad():
         # transformers starts norms at the identity and dt_bias at one, which would hide an exchanged weight
@@ -239,4 +238,4 @@ def demo_reference() -> torch.nn.Module:
     """The demo model as transformers loads it, fp32."""
     from transformers import Qwen3_5ForCausalLM as Reference
 
-    return Reference.from_pretrained(DEMO_MODEL, dtype=torch.float32, attn_implementation="eager").eval()
+    return Reference.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()

@@ -1,0 +1,32 @@
+"""The command line, `hybridserve`. Owns the list of commands and how errors reach the terminal.
+
+What the user got wrong is one line on stderr and exit status 1 (2 for a malformed command line), never a
+traceback. Importing this imports no torch: `--help` and `inspect` answer at once.
+"""
+
+import sys
+
+import typer
+
+from hybridserve.cluster.cli_generate import generate
+from hybridserve.cluster.cli_inspect import inspect
+from hybridserve.cluster.cli_serve import serve
+
+app = typer.Typer(
+    help="Serve hybrid-attention language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(generate)
+app.command()(inspect)
+app.command()(serve)
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,235 @@
+"""The one path from a checked request to text: n answers to each prompt, run over the pool side by side.
+
+Owns incremental text, stop strings, and ending the pool's requests as soon as nobody waits for them. Knows
+nothing of HTTP or of an endpoint's JSON.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+from hybridserve.cluster.ingress.errors import ApiError
+from hybridserve.cluster.ingress.metrics import AnswerClock
+from hybridserve.cluster.ingress.prompts import TokenizedPrompt
+from hybridserve.cluster.ingress.service import Service
+from hybridserve.cluster.pool.interface import GenerationRequest, PoolError
+from hybridserve.replicas.engine.plan import EngineOutput, TokenLogprobs
+from hybridserve.replicas.sampling_params import SamplingParams
+from hybridserve.replicas.text.detokenizer import IncrementalDetokenizer
+
+PromptLogprobs = tuple[tuple[int, TokenLogprobs], ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A client's request, ready to run. Answer j to prompt i has index i * n + j."""
+
+    request_id: str
+    prompts: Sequence[TokenizedPrompt]
+    params: Sequence[SamplingParams]
+    """One for each prompt; `n` is the same in all."""
+    arrival: float = field(default_factory=time.monotonic)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def n(self) -> int:
+        return self.params[0].n
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    def request(self, index: int) -> GenerationRequest:
+        """What the pool is asked for answer `index`."""
+        prompt, answer = divmod(index, self.n)
+        params = self.params[prompt]
+        if self.n > 1:
+            seed = params.seed if params.seed is None else _next_seed(params.seed, answer)
+            params = replace(params, n=1, seed=seed)
+        return GenerationRequest(f"{self.request_id}-{index}", self.prompts[prompt].token_ids, params)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one answer gained."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: PromptLogprobs = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class Answer:
+    """The pieces of one index, joined."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, piece: Piece) -> None:
+        self.texts.append(piece.text)
+        self.token_ids.extend(piece.token_ids)
+        self.logprobs.extend(piece.logprobs)
+        self.prompt_logprobs = self.prompt_logprobs or piece.prompt_logprobs
+        self.finish_reason = piece.finish_reason
+        self.stop_reason = piece.stop_reason
+
+
+async def collect(service: Service, job: Job) -> list[Answer]:
+    """All answers, whole, in the order of their indexes."""
+    answers = [Answer() for _ in range(len(job.prompts) * job.n)]
+    async with aclosing(run(service, job)) as pieces:
+        async for piece in pieces:
+            answers[piece.index].add(piece)
+    return answers
+
+
+def run(service: Service, job: Job) -> AsyncGenerator[Piece, None]:
+    """Pieces of all answers as they come; each answer's last has a `finish_reason`.
+
+    Closing it early, or a failure of one answer, cancels all that still run.
+
+    Raises (while iterating):
+        ApiError: the engine refused or failed an answer.
+        PoolError: the pool did.
+    """
+    service.metrics.prompt_tokens.inc(job.prompt_tokens)
+    return _interleave([_answer(service, job, index) for index in range(len(job.prompts) * job.n)])
+
+
+async def _answer(service: Service, job: Job, index: int) -> AsyncGenerator[Piece, None]:
+    request = job.request(index)
+    text = AnswerText(service, request, index)
+    clock = AnswerClock(service.metrics, job.arrival)
+    reason = "cancelled"
+    try:
+        async with aclosing(service.pool.generate(request)) as news:
+            while True:
+                output = await _next(news, request.request_id)
+                if output.token_ids:
+                    clock.tokens(len(output.token_ids))
+                elif not output.finished:
+                    # only says that the engine has the request
+                    continue
+                piece = text.take(output)
+                if piece.finish_reason is not None:
+                    break
+                yield piece
+        # here the pool's request is closed, whatever the client does with the last piece
+        reason = piece.finish_reason
+        yield piece
+    except Exception:
+        reason = "error"
+        raise
+    finally:
+        service.metrics.count_answer(reason)
+
+
+async def _next(news: AsyncGenerator[EngineOutput, None], request_id: str) -> EngineOutput:
+    """The pool's next news, with its ways to fail told apart from our own."""
+    try:
+        return await anext(news)
+    except ValueError as error:
+        raise ApiError(400, str(error), code="refused_by_engine") from None
+    except StopAsyncIteration:
+        raise PoolError(f"the answer {request_id} broke off before it was finished") from None
+
+
+class AnswerText:
+    """Turns an engine's news of one answer into pieces of text."""
+
+    def __init__(self, service: Service, request: GenerationRequest, index: int) -> None:
+        self._params = request.params
+        self._index = index
+        self._detokenizer = IncrementalDetokenizer(
+            service.tokenizer, request.prompt_token_ids, request.params
+        )
+
+    def take(self, output: EngineOutput) -> Piece:
+        """
+        Raises:
+            ApiError: 500, the engine gave the answer up.
+        """
+        if output.finish_reason in ("error", "abort"):
+            message = output.error or f"the engine ended the request: {output.finish_reason}"
+            raise ApiError(500, message, code="engine_error")
+        detokenizer = self._detokenizer
+        token_ids = output.token_ids
+        shown = token_ids
+        if output.finish_reason == "stop" and not self._params.include_stop_str_in_output:
+            shown = token_ids[:-1]
+        before = detokenizer.num_tokens
+        text = detokenizer.push(shown)
+        finish_reason, stop_reason = output.finish_reason, output.stop_token_id
+        if detokenizer.stopped is not None:
+            token_ids = token_ids[: detokenizer.num_tokens - before]
+            finish_reason, stop_reason = "stop", detokenizer.stopped
+        elif finish_reason is not None:
+            text += detokenizer.finish()
+            if detokenizer.stopped is not None:
+                finish_reason, stop_reason = "stop", detokenizer.stopped
+        return Piece(
+            self._index,
+            text,
+            token_ids,
+            output.logprobs[: len(token_ids)],
+            output.prompt_logprobs,
+            finish_reason,
+            stop_reason,
+        )
+
+
+async def _interleave(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+    """Pieces of all streams in the order they come; the first failure ends all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as pieces:
+            async for piece in pieces:
+                yield piece
+        return
+    queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    stream: AsyncGenerator[Piece, None], queue: "asyncio.Queue[Piece | Exception | None]"
+) -> None:
+    """Move a stream into `queue`: its pieces, then None, or its failure."""
+    try:
+        async with aclosing(stream) as pieces:
+            async for piece in pieces:
+                queue.put_nowait(piece)
+        queue.put_nowait(None)
+    except Exception as error:
+        queue.put_nowait(error)
+
+
+def _next_seed(seed: int, answer: int) -> int:
+    """A seed for each of n answers, within the 64 bits a seed may have."""
+    return seed + answer if seed + answer < 2**64 else seed + answer - 2**64

@@ -1,0 +1,149 @@
+"""What is decided about a request before an endpoint sees it: headers, size, and whether it may come in.
+
+Pure ASGI: Starlette's BaseHTTPMiddleware would put a queue between an endpoint and its client, and an
+endpoint would no longer see the client go.
+"""
+
+import re
+import uuid
+from collections.abc import Callable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hybridserve.cluster.ingress.errors import ApiError, error_response
+from hybridserve.cluster.ingress.metrics import IngressMetrics
+
+Report = Callable[[Exception], ApiError]
+
+# Serve lets a client set its own deadline and switch off cancellation with these
+DROPPED_HEADERS = (b"x-request-timeout-seconds", b"x-request-disconnect-disabled")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class DropHeaders:
+    """Removes headers that clients may not set."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            kept = [(name, value) for name, value in scope["headers"] if name.lower() not in DROPPED_HEADERS]
+            scope = {**scope, "headers": kept}
+        await self._app(scope, receive, send)
+
+
+class RequestId:
+    """Names every request in its answer's `x-request-id`: the client's own name if it is a plain one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_named)
+
+
+class BodyLimit:
+    """Refuses a body of more than `max_bytes` with 413, at once if it says its length."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, report: Report) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._report = report
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = Headers(scope=scope).get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > self._max_bytes:
+            await error_response(self._report(self._too_large(f"{length[:20]} bytes")))(scope, receive, send)
+            return
+        received = 0
+
+        async def receive_counted() -> Message:
+            nonlocal received
+            message = await receive()
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                if received > self._max_bytes:
+                    # raised inside the endpoint that reads, and answered as any other error
+                    raise self._too_large("more")
+            return message
+
+        await self._app(scope, receive_counted, send)
+
+    def _too_large(self, size: str) -> ApiError:
+        return ApiError(
+            413,
+            f"the body must be at most {self._max_bytes} bytes, got {size}",
+            code="body_too_large",
+            headers={"Connection": "close"},
+        )
+
+
+def _path(scope: Scope) -> str:
+    """The path below the prefix that the application is mounted at."""
+    return scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
+
+
+class Admission:
+    """Lets so many generation requests in, and answers 429 to the rest.
+
+    A place is held until the response has ended, however it ends.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        paths: frozenset[str],
+        max_requests: int,
+        retry_after: str,
+        metrics: IngressMetrics,
+        report: Report,
+    ) -> None:
+        self._app = app
+        self._paths = paths
+        self._max_requests = max_requests
+        self._retry_after = retry_after
+        self._metrics = metrics
+        self._report = report
+        self._in_flight = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _path(scope) not in self._paths:
+            await self._app(scope, receive, send)
+            return
+        if self._in_flight >= self._max_requests:
+            await error_response(self._report(self._overloaded()))(scope, receive, send)
+            return
+        self._move(1)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._move(-1)
+
+    def _move(self, by: int) -> None:
+        self._in_flight += by
+        self._metrics.in_flight.set(self._in_flight)
+
+    def _overloaded(self) -> ApiError:
+        return ApiError(
+            429,
+            f"{self._in_flight} requests are in progress, which is all this server takes "
+            f"(max_concurrent_requests {self._max_requests}); try again in {self._retry_after} s",
+            code="overloaded",
+            headers={"Retry-After": self._retry_after},
+        )

@@ -1,0 +1,129 @@
+"""Size, admission, and headers."""
+
+import asyncio
+import json
+import socket
+
+import httpx
+import pytest
+
+from hybridserve.cluster.ingress.limits import DropHeaders
+from hybridserve.cluster.ingress.options import IngressOptions
+
+COMPLETIONS = "/v1/completions"
+GOOD = {"prompt": "def f", "max_tokens": 8}
+TWENTY_MB = 20 * 1000 * 1000
+
+
+def test_a_body_of_20_mb(caller):
+    content = json.dumps({"prompt": "x" * TWENTY_MB}).encode()
+    response = caller.request("POST", COMPLETIONS, content=content)
+    assert response.status_code == 413
+    error = response.json()["error"]
+    assert error["code"] == "body_too_large"
+    assert str(len(content)) in error["message"]
+    assert str(8 * 1024 * 1024) in error["message"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions", "/generate", "/tokenize"])
+def test_a_chunked_body_is_stopped_on_the_way(caller, path):
+    sent = 0
+
+    async def chunks():
+        nonlocal sent
+        while sent < TWENTY_MB:
+            sent += 1 << 20
+            yield b" " * (1 << 20)
+
+    response = caller.request("POST", path, content=chunks)
+    assert response.status_code == 413
+    assert sent <= 10 << 20
+
+
+def test_a_declared_size_is_refused_before_any_of_it_is_sent(serve):
+    with socket.create_connection(("127.0.0.1", serve()), timeout=5) as client:
+        client.sendall(
+            f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {TWENTY_MB}\r\n\r\n".encode()
+        )
+        assert client.recv(4096).startswith(b"HTTP/1.1 413")
+
+
+def test_the_limit_is_exact(make_caller):
+    content = json.dumps(GOOD).encode()
+    assert make_caller(max_body_bytes=len(content)).request("POST", COMPLETIONS, content=content).is_success
+    small = make_caller(max_body_bytes=len(content) - 1)
+    assert small.request("POST", COMPLETIONS, content=content).status_code == 413
+
+
+def test_overload(make_api, pool):
+    api = make_api(max_concurrent_requests=2, retry_after_seconds=2.5)
+    pool.step_seconds = 0.01
+
+    async def go() -> list[httpx.Response]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://x") as client:
+            first = await asyncio.gather(*(client.post(COMPLETIONS, json=GOOD) for _ in range(5)))
+            return [*first, await client.post(COMPLETIONS, json=GOOD)]
+
+    responses = asyncio.run(go())
+    assert sorted(r.status_code for r in responses[:5]) == [200, 200, 429, 429, 429]
+    assert responses[5].status_code == 200
+    refused = next(r for r in responses if r.status_code == 429)
+    assert refused.headers["retry-after"] == "3"
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
+    assert "2" in error["message"]
+
+
+def test_failed_requests_give_their_place_back(make_caller, pool):
+    caller = make_caller(max_concurrent_requests=1)
+    for _ in range(3):
+        assert caller.post(COMPLETIONS, {"prompt": ""}).status_code == 400
+    pool.failures = {0: RuntimeError("broken"), 1: RuntimeError("broken")}
+    for _ in range(3):
+        assert caller.post(COMPLETIONS, {**GOOD, "stream": True}).status_code == 500
+    pool.failures = {}
+    assert caller.post(COMPLETIONS, GOOD).status_code == 200
+
+
+def test_every_answer_has_a_request_id(caller):
+    ids = {caller.get(path).headers["x-request-id"] for path in ("/health", "/nowhere", "/v1/models")}
+    assert len(ids) == 3
+    given = caller.request("GET", "/health", headers={"x-request-id": "mine-1"})
+    assert given.headers["x-request-id"] == "mine-1"
+    forged = caller.request("GET", "/health", headers={"x-request-id": "a b\tc" * 100})
+    assert "a b" not in forged.headers["x-request-id"]
+
+
+def test_a_server_that_names_requests_itself_is_not_doubled(make_caller):
+    response = make_caller(name_requests=False).request("GET", "/health", headers={"x-request-id": "mine"})
+    assert "x-request-id" not in response.headers
+
+
+def test_headers_that_steer_serve_are_dropped():
+    seen = {}
+
+    async def app(scope, receive, send):
+        seen.update(scope)
+
+    headers = [
+        (b"X-Request-Timeout-Seconds", b"1"),
+        (b"x-request-disconnect-disabled", b"1"),
+        (b"accept", b"*/*"),
+    ]
+    asyncio.run(DropHeaders(app)({"type": "http", "headers": headers}, None, None))
+    assert seen["headers"] == [(b"accept", b"*/*")]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"model_name": ""}, "model_name"),
+        ({"max_body_bytes": 0}, "max_body_bytes .* 0"),
+        ({"max_concurrent_requests": True}, "max_concurrent_requests .* True"),
+        ({"max_choices": -1}, "max_choices .* -1"),
+        ({"retry_after_seconds": float("nan")}, "retry_after_seconds .* nan"),
+    ],
+)
+def test_options_are_checked(options, named):
+    with pytest.raises(ValueError, match=named):
+        IngressOptions(**{"model_name": "demo", **options})

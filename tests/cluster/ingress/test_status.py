@@ -1,0 +1,105 @@
+"""Models, health, readiness, tokens, and metrics."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from hybridserve.cluster.pool.interface import PoolError
+from hybridserve.replicas.engine.plan import EngineLoad
+
+
+def metrics(caller) -> dict[str, float]:
+    """Every sample by its name, its labels' values appended, the labels in alphabetical order."""
+    response = caller.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain")
+    return {
+        "|".join([sample.name, *(value for _, value in sorted(sample.labels.items()))]): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+
+
+def test_models(caller):
+    listed = caller.get("/v1/models").json()
+    assert listed["object"] == "list"
+    (model,) = listed["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("demo", "model", 256)
+    assert caller.get("/v1/models/demo").json() == model
+
+
+def test_root_names_the_endpoints(caller):
+    root = caller.get("/").json()
+    assert root["model"] == "demo"
+    assert "/v1/chat/completions" in root["endpoints"]
+
+
+def test_health_does_not_ask_the_pool(caller, pool):
+    pool.info_failure = pool.is_ready = PoolError("gone")
+    assert caller.get("/health").status_code == 200
+
+
+def test_ready(caller, pool):
+    assert caller.get("/ready").status_code == 200
+    pool.is_ready = False
+    response = caller.get("/ready")
+    assert response.status_code == 503
+    assert "not answered a prompt" in response.json()["reason"]
+    pool.is_ready = PoolError("replica 3 died")
+    response = caller.get("/ready")
+    assert (response.status_code, response.json()["reason"]) == (503, "replica 3 died")
+
+
+def test_tokenize_and_back(caller, tokenizer):
+    text = "def f(x):\n    return '🙂'"
+    answer = caller.post("/tokenize", {"prompt": text}).json()
+    ids = tokenizer.encode(text)
+    assert answer == {"tokens": ids, "count": len(ids), "max_model_len": 256}
+    assert caller.post("/detokenize", {"tokens": ids}).json() == {"prompt": text}
+    assert caller.post("/tokenize", {"prompt": ""}).json()["count"] == 0
+
+
+def test_tokenize_messages(caller, tokenizer):
+    messages = [{"role": "user", "content": "hi"}]
+    answer = caller.post("/tokenize", {"messages": messages, "add_generation_prompt": False}).json()
+    assert answer["tokens"] == tokenizer.encode_chat(messages, add_generation_prompt=False)
+
+
+def test_metrics_of_the_engine(caller, pool):
+    assert "hybridserve_requests_running" not in metrics(caller)
+    pool.engine_load = EngineLoad(3, 4, 500, 5, 6, 70, 80, 9, 12.5, 11, 1000)
+    seen = metrics(caller)
+    assert seen["hybridserve_requests_running"] == 3
+    assert seen["hybridserve_requests_waiting"] == 4
+    assert (seen["hybridserve_units_used"], seen["hybridserve_units_total"]) == (5, 6)
+    assert (seen["hybridserve_pages_used"], seen["hybridserve_pages_total"]) == (70, 80)
+    assert seen["hybridserve_preemptions_total"] == 11
+    assert seen["hybridserve_step_seconds"] == 0.0125
+
+
+def test_metrics_of_requests_move(caller, pool):
+    pool.text = "one two three"
+    body = {"prompt": "def f", "max_tokens": 64}
+    used = caller.post("/v1/completions", body).json()["usage"]
+    caller.events("/v1/completions", {**body, "max_tokens": 2, "n": 2})
+    caller.post("/v1/completions", {**body, "temperature": -1})
+    caller.post("/v1/completions", {**body, "model": "other"})
+    pool.failures = {1: PoolError("gone")}
+    caller.post("/v1/completions", {**body, "stream": True})
+    seen = metrics(caller)
+    assert seen["hybridserve_requests_total|stop"] == 1
+    assert seen["hybridserve_requests_total|length"] == 2
+    assert seen["hybridserve_requests_total|error"] == 1
+    assert seen["hybridserve_prompt_tokens_total"] == 3 * used["prompt_tokens"]
+    made = used["completion_tokens"] + 2 * 2 + 1
+    assert seen["hybridserve_generation_tokens_total"] == made
+    assert seen["hybridserve_time_to_first_token_seconds_count"] == 4
+    assert seen["hybridserve_inter_token_latency_seconds_count"] == made - 4
+    assert seen["hybridserve_request_errors_total|none|400"] == 1
+    assert seen["hybridserve_request_errors_total|model_not_found|404"] == 1
+    assert seen["hybridserve_request_errors_total|pool_unavailable|503"] == 1
+    assert seen["hybridserve_ingress_requests_in_flight"] == 0
+
+
+def test_two_ingresses_in_one_process_count_apart(make_caller):
+    first, second = make_caller(), make_caller()
+    first.post("/generate", {"prompt": "a"})
+    assert "hybridserve_requests_total|stop" not in metrics(second)
