@@ -3,35 +3,30 @@
 Owns what a user may write; an unknown or bad key is an error that names it. Knows nothing of Ray or torch.
 """
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
+from hybridserve.cluster.cli_sizes import parse_size
 from hybridserve.replicas.engine.config import EngineConfig
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT](?:i?B)?|B)?", re.IGNORECASE)
-_POWERS = {"B": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+def _read_size(value: object, info: ValidationInfo) -> object:
+    """Bytes from a string like `"512MiB"`; what is no string is left to pydantic."""
+    return parse_size(str(info.field_name), value) if isinstance(value, str) else value
 
 
-def parse_size(value: object) -> object:
-    """Bytes from `"512MiB"` or `"2 GB"` (powers of ten without the i); what is no string is left as it is.
-
-    Raises:
-        ValueError: a string that is no size.
-    """
-    if not isinstance(value, str):
-        return value
-    match = _SIZE.fullmatch(value.strip())
-    if match is None:
-        raise ValueError(f"must be a size like 512MiB or 4GB, got {value!r}")
-    unit = (match[2] or "B").upper()
-    return int(float(match[1]) * (1024 if "I" in unit else 1000) ** _POWERS[unit[0]])
-
-
-Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+Size = Annotated[int, BeforeValidator(_read_size), Field(gt=0)]
 PositiveInt = Annotated[int, Field(gt=0, strict=True)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

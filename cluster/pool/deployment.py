@@ -44,6 +44,8 @@ def build_pool(settings: AppSettings, device: Literal["cpu", "cuda"]) -> Applica
         max_ongoing_requests=max_requests,
         graceful_shutdown_timeout_s=serving.longest_answer_s,
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
+        # the ingress logs each request; a second line for each answer says nothing more
+        logging_config={"enable_access_log": False},
         # a configuration that cannot work fails the deployment at once instead of being tried twenty times
         max_constructor_retry_count=1,
     )

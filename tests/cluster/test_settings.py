@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridserve.cluster.settings import AppSettings, load_settings, parse_size
+from hybridserve.cluster.settings import AppSettings, load_settings
 
 
 @pytest.fixture
@@ -82,19 +82,10 @@ def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
         load_settings({"model": {"path": "x"}, "a": 1, "b": 2}, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("512MiB", 512 * 2**20),
-        ("2 GB", 2 * 10**9),
-        ("1.5k", 1500),
-        ("77", 77),
-        (5, 5),
-        (None, None),
-    ],
-)
-def test_parse_size(text: object, size: object) -> None:
-    assert parse_size(text) == size
+@pytest.mark.parametrize(("written", "size"), [("2 GB", 2 * 10**9), ("1.5kib", 1536), (77, 77)])
+def test_sizes_are_words_or_bytes(model: str, tmp_path: Path, written: object, size: int) -> None:
+    args = {"model": {"path": model}, "ingress": {"max_body_bytes": written}}
+    assert load_settings(args, tmp_path).ingress.max_body_bytes == size
 
 
 def test_bounds_the_engine_checks_are_errors_too(model: str, tmp_path: Path) -> None:
