@@ -1,0 +1,146 @@
+"""Linear layers cut over the ranks of a group.
+
+Owns which rows or columns of a weight a rank holds and when the ranks' results are summed. Knows nothing of
+the mixers these projections belong to; a layer fuses projections that read the same input, because every
+separate small matrix product costs a launch.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from hybridserve.parallel.group import TensorParallelGroup
+from hybridserve.parallel.heads import HeadShard, divide
+from hybridserve.parallel.layers.layer import Layer
+from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, even, head_ranges, whole
+
+
+class FusedColumnLinear(Layer):
+    """y = x W^T (+ b) for several checkpoint projections at once, each cut by rows in its own way."""
+
+    def __init__(
+        self,
+        in_features: int,
+        sections: Mapping[str, Cut],
+        *,
+        bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        rows = sum(cut.count for cut in sections.values())
+        self.section_sizes = tuple(cut.count for cut in sections.values())
+        self.weight = ShardedParameter(torch.empty(rows, in_features, dtype=dtype, device=device), sections)
+        self.bias = None
+        if bias:
+            self.bias = ShardedParameter(torch.empty(rows, dtype=dtype, device=device), sections, init="bias")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, in_features]. Returns [T, rows of this rank], the sections side by side."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class ColumnParallelLinear(FusedColumnLinear):
+    """One projection, its rows cut evenly."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: TensorParallelGroup,
+        *,
+        what: str = "out_features",
+        bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        divide(what, out_features, group.size)
+        cut = even(out_features, group.rank, group.size)
+        super().__init__(in_features, {"": cut}, bias=bias, dtype=dtype, device=device)
+
+
+class MergedColumnParallelLinear(FusedColumnLinear):
+    """Several projections of one input, the rows of each cut evenly; `sections`: name -> its rows."""
+
+    def __init__(
+        self,
+        in_features: int,
+        sections: Mapping[str, int],
+        group: TensorParallelGroup,
+        *,
+        what: str = "out_features",
+        bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        for total in sections.values():
+            divide(what, total, group.size)
+        cuts = {name: even(total, group.rank, group.size) for name, total in sections.items()}
+        super().__init__(in_features, cuts, bias=bias, dtype=dtype, device=device)
+
+
+class QKVParallelLinear(FusedColumnLinear):
+    """q_proj, k_proj and v_proj of full attention in one product: [q heads | gate heads | k heads | v heads].
+
+    The checkpoint's q_proj rows are, per head, `q | gate`; they are loaded as all q, then all gates, so that
+    both are plain views. KV heads that several ranks need are held by each of them.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        total_num_heads: int,
+        total_num_kv_heads: int,
+        head_dim: int,
+        shard: HeadShard,
+        *,
+        output_gate: bool,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        q_width = head_dim * (2 if output_gate else 1)
+        q_ranges = head_ranges(shard.heads, q_width, head_dim)
+        if output_gate:
+            q_ranges += head_ranges(shard.heads, q_width, head_dim, base=head_dim)
+        kv = Cut(total_num_kv_heads * head_dim, head_ranges(shard.shared_heads, head_dim, head_dim))
+        sections = {"q_proj": Cut(total_num_heads * q_width, q_ranges), "k_proj": kv, "v_proj": kv}
+        super().__init__(in_features, sections, bias=bias, dtype=dtype, device=device)
+        q_dim = shard.num_heads * head_dim
+        self.split_sizes = [q_dim] * (2 if output_gate else 1) + [kv.count, kv.count]
+
+
+class RowParallelLinear(Layer):
+    """y = x W^T (+ b) (+ residual), where a rank holds the columns of W that its part of x meets."""
+
+    def __init__(
+        self,
+        columns: Cut,
+        out_features: int,
+        group: TensorParallelGroup,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.group = group
+        weight = torch.empty(out_features, columns.count, dtype=dtype, device=device)
+        self.weight = ShardedParameter(weight, {"": columns}, dim=1)
+        self.bias = None
+        if bias:
+            data = torch.empty(out_features, dtype=dtype, device=device)
+            self.bias = ShardedParameter(data, {"": whole(out_features)}, init="bias")
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [T, columns of this rank]; residual: [T, out_features]. Returns the sum over the ranks."""
+        # bias and residual are whole on every rank, so one rank alone adds them before the sum
+        if self.group.rank > 0:
+            return self.group.all_reduce(F.linear(x, self.weight))
+        if residual is None:
+            return self.group.all_reduce(F.linear(x, self.weight, self.bias))
+        y = torch.addmm(residual, x, self.weight.t())
+        if self.bias is not None:
+            y += self.bias
+        return self.group.all_reduce(y)

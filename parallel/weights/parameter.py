@@ -1,0 +1,136 @@
+"""A shard's parameter, and which parts of which checkpoint tensors fill it.
+
+Owns cutting: a layer says how its parameter is made up, the parameter then loads itself. Knows nothing of
+files (it reads through `TensorSource`) and nothing of models.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+class TensorSource(Protocol):
+    """One tensor of a checkpoint, not read yet."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from, for messages."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, dim: int, start: int, end: int) -> torch.Tensor:
+        """Indices [start, end) of dimension `dim`, everything of the others."""
+        ...
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The parts of one dimension of a checkpoint tensor that a shard holds, in the order it holds them."""
+
+    total: int
+    ranges: tuple[tuple[int, int], ...]
+    """[start, end) pairs."""
+
+    @property
+    def count(self) -> int:
+        return sum(end - start for start, end in self.ranges)
+
+
+def whole(total: int) -> Cut:
+    return Cut(total, ((0, total),))
+
+
+def even(total: int, rank: int, size: int) -> Cut:
+    """Part `rank` of `size` equal parts; the caller has checked that `size` divides `total`."""
+    assert total % size == 0, (total, size)
+    part = total // size
+    return Cut(total, ((rank * part, (rank + 1) * part),))
+
+
+def head_ranges(heads: Iterable[int], stride: int, width: int, base: int = 0) -> tuple[tuple[int, int], ...]:
+    """Ranges of `width` rows at `base + head * stride`, neighbours joined."""
+    ranges: list[tuple[int, int]] = []
+    for head in heads:
+        start = base + head * stride
+        if ranges and ranges[-1][1] == start:
+            ranges[-1] = (ranges[-1][0], start + width)
+        else:
+            ranges.append((start, start + width))
+    return tuple(ranges)
+
+
+class ShardedParameter(nn.Parameter):
+    """Frozen weights of one shard, made of the cuts of one or more checkpoint tensors along one dimension.
+
+    `sections` maps the name of a checkpoint module (its last part: "q_proj") to its cut, in the parameter's
+    order; the key "" stands for the parameter's own module. `squeeze` lists dimensions of size 1 that the
+    checkpoint has and the parameter lacks. `shift` is added on loading (1 for zero-centred norm weights).
+    `init` names the distribution of dummy weights, one of `dummy.DISTRIBUTIONS`.
+    """
+
+    sections: Mapping[str, Cut]
+    dim: int
+    squeeze: tuple[int, ...]
+    shift: float
+    init: str
+
+    def __new__(
+        cls,
+        data: torch.Tensor,
+        sections: Mapping[str, Cut],
+        *,
+        dim: int = 0,
+        squeeze: tuple[int, ...] = (),
+        shift: float = 0.0,
+        init: str = "weight",
+    ) -> "ShardedParameter":
+        assert sum(cut.count for cut in sections.values()) == data.shape[dim], (sections, data.shape)
+        self = super().__new__(cls, data, requires_grad=False)
+        self.sections = dict(sections)
+        self.dim, self.squeeze, self.shift, self.init = dim, squeeze, shift, init
+        return self
+
+    def checkpoint_shape(self, section: str) -> tuple[int, ...]:
+        """The shape that the checkpoint's tensor must have."""
+        shape = list(self.shape)
+        shape[self.dim] = self.sections[section].total
+        for dim in self.squeeze:
+            shape.insert(dim, 1)
+        return tuple(shape)
+
+    def weight_loader(self, source: TensorSource, section: str) -> None:
+        """Read this shard's part of `source` into its place, in the parameter's dtype.
+
+        Raises:
+            ValueError: the tensor is misshapen; names the tensor, its file and both shapes.
+        """
+        expected = self.checkpoint_shape(section)
+        if source.shape != expected:
+            raise ValueError(
+                f"tensor {source.name} in {source.origin} has shape {list(source.shape)}, "
+                f"the model's config asks for {list(expected)}"
+            )
+        assert not self.squeeze or self.dim < min(self.squeeze), "the cut dimension keeps its number"
+        offset = self._offset(section)
+        for start, end in self.sections[section].ranges:
+            target = self.data.narrow(self.dim, offset, end - start)
+            target.copy_(source.read(self.dim, start, end).reshape(target.shape))
+            if self.shift:
+                target.add_(self.shift)
+            offset += end - start
+
+    def _offset(self, section: str) -> int:
+        offset = 0
+        for name, cut in self.sections.items():
+            if name == section:
+                return offset
+            offset += cut.count
+        raise KeyError(section)
