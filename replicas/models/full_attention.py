@@ -1,0 +1,95 @@
+"""Softmax attention over the paged KV cache, with normed queries and keys and a gated output."""
+
+import torch
+
+from hybridserve.kernels.attention import attention_decode, attention_prefill, write_kv
+from hybridserve.kernels.rotary import apply_rotary
+from hybridserve.parallel.group import TensorParallelGroup
+from hybridserve.parallel.layers.layer import Layer
+from hybridserve.parallel.layers.linear import QKVParallelLinear, RowParallelLinear
+from hybridserve.parallel.weights.parameter import Cut, head_ranges
+from hybridserve.replicas.models.batch import KVCache
+from hybridserve.replicas.models.norm import ZeroCentredRMSNorm
+from hybridserve.replicas.models.sharding import mixer_heads
+from hybridserve.replicas.models.specs import FullAttentionSpec
+from hybridserve.replicas.models.step import MixerKernel, Phase, PhaseBatch, StepContext, run_phases
+
+
+class FullAttention(Layer):
+    """o_proj(attention(rope(norm(q)), rope(norm(k)), v) * sigmoid(gate)), cut by query heads."""
+
+    def __init__(
+        self,
+        spec: FullAttentionSpec,
+        hidden_size: int,
+        eps: float,
+        group: TensorParallelGroup,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        assert spec.output_gate and spec.qk_norm and spec.rotary_dim > 0, spec
+        heads = mixer_heads(spec, group.rank, group.size)
+        self.head_dim = spec.head_dim
+        self.scale = spec.head_dim**-0.5
+        self.qkv_proj = QKVParallelLinear(
+            hidden_size,
+            spec.total_num_heads,
+            spec.total_num_kv_heads,
+            spec.head_dim,
+            heads,
+            output_gate=True,
+            bias=spec.bias,
+            dtype=dtype,
+            device=device,
+        )
+        self.q_norm = ZeroCentredRMSNorm(spec.head_dim, eps, device=device)
+        self.k_norm = ZeroCentredRMSNorm(spec.head_dim, eps, device=device)
+        columns = Cut(
+            spec.total_num_heads * spec.head_dim, head_ranges(heads.heads, spec.head_dim, spec.head_dim)
+        )
+        self.o_proj = RowParallelLinear(
+            columns, hidden_size, group, bias=spec.bias, dtype=dtype, device=device
+        )
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, step: StepContext, cache: KVCache
+    ) -> torch.Tensor:
+        """x, residual: [T, hidden_size]. Returns residual + attention(x); writes the new K and V."""
+        q, gate, k, v = self.qkv_proj(x).split_with_sizes(self.qkv_proj.split_sizes, -1)
+        q, k, v = (part.view(x.shape[0], -1, self.head_dim) for part in (q, k, v))
+        cos, sin = step.rotary
+        q = apply_rotary(self.q_norm(q), cos, sin)
+        k = apply_rotary(self.k_norm(k), cos, sin)
+        write_kv(k, v, cache.key_slots, cache.value_slots, step.slot_mapping)
+        out = run_phases(step, KERNELS, self, (q, k, v), cache)
+        return self.o_proj(out.flatten(1) * gate.sigmoid(), residual)
+
+
+def _decode(
+    mixer: FullAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: PhaseBatch, cache: KVCache
+) -> torch.Tensor:
+    """k and v are in the cache already."""
+    return attention_decode(
+        q, cache.keys, cache.values, batch.block_tables, batch.seq_lens, scale=mixer.scale
+    )
+
+
+def _prefill(
+    mixer: FullAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: PhaseBatch, cache: KVCache
+) -> torch.Tensor:
+    return attention_prefill(
+        q,
+        k,
+        v,
+        cache.keys,
+        cache.values,
+        batch.block_tables,
+        batch.query_lens,
+        batch.context_lens,
+        scale=mixer.scale,
+    )
+
+
+KERNELS: dict[Phase, MixerKernel] = {Phase.DECODE: _decode, Phase.PREFILL: _prefill}

@@ -1,0 +1,151 @@
+"""Linear attention by the gated delta rule: a short causal convolution, a recurrence, a gated norm."""
+
+import torch
+
+from hybridserve.kernels.causal_conv1d import causal_conv1d_decode, causal_conv1d_prefill, make_phase_weight
+from hybridserve.kernels.linear_attention import gdn_gates, linear_attention_decode, linear_attention_prefill
+from hybridserve.parallel.group import TensorParallelGroup
+from hybridserve.parallel.heads import HeadShard
+from hybridserve.parallel.layers.layer import Layer
+from hybridserve.parallel.layers.linear import FusedColumnLinear, RowParallelLinear
+from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, head_ranges
+from hybridserve.replicas.models.batch import StateCache
+from hybridserve.replicas.models.norm import GatedRMSNorm
+from hybridserve.replicas.models.sharding import mixer_heads
+from hybridserve.replicas.models.specs import LinearAttentionSpec
+from hybridserve.replicas.models.step import MixerKernel, Phase, PhaseBatch, StepContext, run_phases
+
+
+class CausalConv(Layer):
+    """Depthwise weights of the convolution over q|k|v, in the orders that its two kernels read."""
+
+    def __init__(self, channels: Cut, kernel: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        data = torch.empty(channels.count, kernel, dtype=dtype, device=device)
+        # the checkpoint's is [C, 1, kernel]
+        self.weight = ShardedParameter(data, {"": channels}, squeeze=(1,))
+        self.register_buffer("phase_weight", None, persistent=False)
+
+    def finish_loading(self) -> None:
+        """Derive the decode kernel's weight from the loaded one."""
+        self.phase_weight = make_phase_weight(self.weight)
+
+
+class GatedDeltaNet(Layer):
+    """out_proj(norm(delta_rule(conv(qkv), gates(a, b))) * silu(z)), cut by value heads."""
+
+    def __init__(
+        self,
+        spec: LinearAttentionSpec,
+        hidden_size: int,
+        eps: float,
+        group: TensorParallelGroup,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        heads = mixer_heads(spec, group.rank, group.size)
+        self.head_k_dim, self.head_v_dim = spec.head_k_dim, spec.head_v_dim
+        qkv = qkv_cut(spec, heads)
+        value_rows = Cut(spec.total_value_dim, head_ranges(heads.heads, spec.head_v_dim, spec.head_v_dim))
+        per_head = Cut(spec.total_num_v_heads, head_ranges(heads.heads, 1, 1))
+        self.in_proj = FusedColumnLinear(
+            hidden_size,
+            {"in_proj_qkv": qkv, "in_proj_z": value_rows, "in_proj_b": per_head, "in_proj_a": per_head},
+            dtype=dtype,
+            device=device,
+        )
+        key_dim = heads.num_shared_heads * spec.head_k_dim
+        self.qkv_sizes = (key_dim, key_dim, value_rows.count)
+        self.conv1d = CausalConv(qkv, spec.conv_kernel, dtype=dtype, device=device)
+        # decay is kept in log space and fp32: exp(-0.001) is 1 in bf16, and a slow head would never forget
+        data = torch.empty(2, per_head.count, dtype=torch.float32, device=device)
+        self.A_log = ShardedParameter(data[0], {"": per_head}, init="a_log")
+        self.dt_bias = ShardedParameter(data[1], {"": per_head}, init="dt_bias")
+        self.norm = GatedRMSNorm(spec.head_v_dim, eps, device=device)
+        self.out_proj = RowParallelLinear(value_rows, hidden_size, group, dtype=dtype, device=device)
+
+    def finish_loading(self) -> None:
+        self.conv1d.finish_loading()
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, step: StepContext, cache: StateCache
+    ) -> torch.Tensor:
+        """x, residual: [T, hidden_size]. Returns residual + mixer(x); updates the sequences' states."""
+        qkv, z, b, a = self.in_proj(x).split_with_sizes(self.in_proj.section_sizes, -1)
+        g, beta = gdn_gates(a, b, self.A_log, self.dt_bias)
+        out = run_phases(step, KERNELS, self, (qkv, g, beta), cache)
+        out = self.norm(out, z.view(x.shape[0], -1, self.head_v_dim))
+        return self.out_proj(out.flatten(1), residual)
+
+    def split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """qkv: [T, channels]. Returns q, k [T, num_k_heads, head_k_dim], v [T, num_v_heads, head_v_dim]."""
+        q, k, v = qkv.split_with_sizes(self.qkv_sizes, -1)
+        tokens = qkv.shape[0]
+        return (
+            q.view(tokens, -1, self.head_k_dim),
+            k.view(tokens, -1, self.head_k_dim),
+            v.view(tokens, -1, self.head_v_dim),
+        )
+
+
+def qkv_cut(spec: LinearAttentionSpec, heads: HeadShard) -> Cut:
+    """A shard's rows of q|k|v: the key heads its value heads use, in both q and k, and its value heads."""
+    key_dim, k_dim, v_dim = spec.total_key_dim, spec.head_k_dim, spec.head_v_dim
+    return Cut(
+        2 * key_dim + spec.total_value_dim,
+        head_ranges(heads.shared_heads, k_dim, k_dim)
+        + head_ranges(heads.shared_heads, k_dim, k_dim, base=key_dim)
+        + head_ranges(heads.heads, v_dim, v_dim, base=2 * key_dim),
+    )
+
+
+def _decode(
+    mixer: GatedDeltaNet,
+    qkv: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    batch: PhaseBatch,
+    cache: StateCache,
+) -> torch.Tensor:
+    qkv = causal_conv1d_decode(
+        qkv, mixer.conv1d.phase_weight, None, cache.conv, batch.state_indices, batch.positions
+    )
+    q, k, v = mixer.split_heads(qkv)
+    return linear_attention_decode(q, k, v, g, beta, cache.recurrent, batch.state_indices)
+
+
+def _prefill(
+    mixer: GatedDeltaNet,
+    qkv: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    batch: PhaseBatch,
+    cache: StateCache,
+) -> torch.Tensor:
+    qkv = causal_conv1d_prefill(
+        qkv,
+        mixer.conv1d.weight,
+        None,
+        cache.conv,
+        batch.state_indices,
+        batch.has_initial_state,
+        batch.query_lens,
+        batch.context_lens,
+    )
+    q, k, v = mixer.split_heads(qkv)
+    return linear_attention_prefill(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        cache.recurrent,
+        batch.state_indices,
+        batch.has_initial_state,
+        batch.query_lens,
+    )
+
+
+KERNELS: dict[Phase, MixerKernel] = {Phase.DECODE: _decode, Phase.PREFILL: _prefill}

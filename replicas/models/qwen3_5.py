@@ -1,0 +1,133 @@
+"""Qwen3.5, the dense text model: Gated DeltaNet layers, with full attention in between.
+
+Reads like the architecture; what a mixer computes is in its own file, how weights are cut in `parallel/`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hybridserve.kernels.rotary import rotary_cos_sin
+from hybridserve.parallel.group import TensorParallelGroup
+from hybridserve.parallel.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from hybridserve.parallel.layers.layer import Layer
+from hybridserve.replicas.models.batch import LayerCache, StepBatch
+from hybridserve.replicas.models.full_attention import FullAttention
+from hybridserve.replicas.models.gated_delta_net import GatedDeltaNet
+from hybridserve.replicas.models.mlp import GatedMLP
+from hybridserve.replicas.models.norm import ZeroCentredRMSNorm
+from hybridserve.replicas.models.specs import FullAttentionSpec, LinearAttentionSpec, MixerSpec, ModelConfig
+from hybridserve.replicas.models.step import StepContext, split_phases
+
+MODEL_PREFIX = "model."
+HEAD_NAME = "lm_head.weight"
+# what a checkpoint may hold beside the text model, by the start of the name
+SKIPPED_PREFIXES = {"model.visual.": "vision", "visual.": "vision", "mtp.": "mtp", "model.mtp.": "mtp"}
+
+
+class Qwen3_5DecoderLayer(Layer):
+    """h + mixer(norm(h)), then + mlp(norm(·))."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: MixerSpec,
+        group: TensorParallelGroup,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.is_linear = isinstance(spec, LinearAttentionSpec)
+        if self.is_linear:
+            self.linear_attn = GatedDeltaNet(spec, size, eps, group, dtype=dtype, device=device)
+        else:
+            self.self_attn = FullAttention(spec, size, eps, group, dtype=dtype, device=device)
+        self.mlp = GatedMLP(size, config.intermediate_size, group, dtype=dtype, device=device)
+        self.input_layernorm = ZeroCentredRMSNorm(size, eps, device=device)
+        self.post_attention_layernorm = ZeroCentredRMSNorm(size, eps, device=device)
+
+    def forward(self, h: torch.Tensor, step: StepContext, cache: LayerCache) -> torch.Tensor:
+        """h: [T, hidden_size]."""
+        mixer = self.linear_attn if self.is_linear else self.self_attn
+        h = mixer(self.input_layernorm(h), h, step, cache)
+        return self.mlp(self.post_attention_layernorm(h), h)
+
+
+class Qwen3_5Model(Layer):
+    """Embedding, layers, final norm."""
+
+    def __init__(
+        self, config: ModelConfig, group: TensorParallelGroup, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, group, dtype=dtype, device=device
+        )
+        self.layers = nn.ModuleList(
+            Qwen3_5DecoderLayer(config, spec, group, dtype=dtype, device=device) for spec in config.mixers
+        )
+        self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps, device=device)
+        self.attention_spec = next((m for m in config.mixers if isinstance(m, FullAttentionSpec)), None)
+
+    def forward(self, batch: StepBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
+        step = StepContext(split_phases(batch), batch.slot_mapping, self._rotary(batch.positions))
+        h = self.embed_tokens(batch.token_ids)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            h = layer(h, step, cache)
+        return self.norm(h)
+
+    def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        spec = self.attention_spec
+        return rotary_cos_sin(positions, spec.rotary_dim, spec.rope_theta) if spec is not None else None
+
+
+class Qwen3_5ForCausalLM(Layer):
+    """The model with its output head. Runs under `torch.inference_mode`."""
+
+    def __init__(
+        self, config: ModelConfig, group: TensorParallelGroup, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Qwen3_5Model(config, group, dtype=dtype, device=device)
+        self.lm_head = ParallelLMHead(
+            config.vocab_size,
+            config.hidden_size,
+            group,
+            tied=self.model.embed_tokens if config.tie_word_embeddings else None,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, batch: StepBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
+        """Run T tokens through all layers; `caches` has one entry a layer.
+
+        Returns the hidden state of each token after the final norm, [T, hidden_size] in the model's dtype.
+        States, conv rings, keys and values of the step's sequences are updated in place.
+        """
+        return self.model(batch, caches)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [R, hidden_size]. Returns fp32 [R, vocab_size]."""
+        return self.lm_head(hidden)
+
+    def finish_loading(self) -> None:
+        """Derive what kernels want in another layout; to be called once the parameters are filled."""
+        for layer in self.model.layers:
+            if layer.is_linear:
+                layer.linear_attn.finish_loading()
+
+    def checkpoint_name(self, name: str) -> str:
+        """The checkpoint's name for one of the model's own."""
+        if name.startswith(MODEL_PREFIX):
+            return self.config.weights_prefix + name.removeprefix(MODEL_PREFIX)
+        return name
+
+    def skip_reason(self, name: str) -> str | None:
+        """Why a checkpoint tensor that fills no parameter may be passed over; None: it may not."""
+        if name == HEAD_NAME and self.config.tie_word_embeddings:
+            return "tied head"
+        return next((why for prefix, why in SKIPPED_PREFIXES.items() if name.startswith(prefix)), None)

@@ -1,0 +1,101 @@
+"""One step as the mixers see it: its runs of sequences that take the same kernels, and what all layers share.
+
+Computed once a step, so that no layer repeats it. Knows nothing of what a mixer does.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from hybridserve.replicas.models.batch import LayerCache, StepBatch
+
+
+class Phase(Enum):
+    """Which form of a mixer computes a sequence's tokens."""
+
+    DECODE = "decode"
+    """One token a sequence, from the cache: the recurrent form."""
+    PREFILL = "prefill"
+    """Any number of tokens a sequence, ragged: the chunkwise form."""
+
+
+@dataclass(frozen=True)
+class PhaseBatch:
+    """Neighbouring sequences of a step that are in the same phase; fields are `StepBatch`'s, cut to them."""
+
+    phase: Phase
+    tokens: slice
+    """Their tokens among the step's."""
+    positions: torch.Tensor
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    """Context and new tokens together."""
+    has_initial_state: torch.Tensor
+    state_indices: torch.Tensor
+    block_tables: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What every layer of a step is given beside its input."""
+
+    phases: tuple[PhaseBatch, ...]
+    """One or two, in the order of the tokens."""
+    slot_mapping: torch.Tensor
+    rotary: tuple[torch.Tensor, torch.Tensor] | None
+    """cos and sin, fp32 [T, rotary_dim // 2]; None for models without full attention."""
+
+
+def split_phases(batch: StepBatch) -> tuple[PhaseBatch, ...]:
+    """The step's decode rows and its prefill chunks, leaving out whichever there are none of."""
+    num_decodes, num_sequences = batch.num_decodes, len(batch.query_lens)
+    # cutting costs operations, so a step of one phase is passed on as it is
+    if num_decodes == num_sequences:
+        return (_cut(batch, Phase.DECODE, slice(None), slice(None)),)
+    if num_decodes == 0:
+        return (_cut(batch, Phase.PREFILL, slice(None), slice(None)),)
+    return (
+        _cut(batch, Phase.DECODE, slice(0, num_decodes), slice(0, num_decodes)),
+        _cut(batch, Phase.PREFILL, slice(num_decodes, num_sequences), slice(num_decodes, batch.num_tokens)),
+    )
+
+
+def _cut(batch: StepBatch, phase: Phase, sequences: slice, tokens: slice) -> PhaseBatch:
+    query_lens, context_lens = batch.query_lens[sequences], batch.context_lens[sequences]
+    return PhaseBatch(
+        phase=phase,
+        tokens=tokens,
+        positions=batch.positions[tokens],
+        query_lens=query_lens,
+        context_lens=context_lens,
+        seq_lens=tuple(q + c for q, c in zip(query_lens, context_lens, strict=True)),
+        has_initial_state=batch.has_initial_state[sequences],
+        state_indices=batch.state_indices[sequences],
+        block_tables=batch.block_tables[sequences],
+    )
+
+
+MixerKernel = Callable[..., torch.Tensor]
+"""(mixer, its flat inputs …, PhaseBatch, LayerCache) -> [tokens of the phase, …]"""
+
+
+def run_phases(
+    step: StepContext,
+    kernels: Mapping[Phase, MixerKernel],
+    mixer: torch.nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    cache: LayerCache,
+) -> torch.Tensor:
+    """Compute each phase with its kernel and return all tokens' results, [T, …]. `inputs` are [T, …] each."""
+    if len(step.phases) == 1:
+        (phase,) = step.phases
+        return kernels[phase.phase](mixer, *inputs, phase, cache)
+    return torch.cat(
+        [
+            kernels[phase.phase](mixer, *(x[phase.tokens] for x in inputs), phase, cache)
+            for phase in step.phases
+        ]
+    )
