@@ -2,16 +2,14 @@
 
 import json
 import shlex
-import signal
 import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -43,18 +41,15 @@ def serve(
     """Serve a model: `serve run CONFIG`, checked beforehand and announced when it is ready."""
     began = time.monotonic()
     file = read_serve_file(config, port)
-    with _written(file.content) if port is not None else _as_is(config) as path:
-        child = ServeProcess(path, typer.echo)
-        with _forwarding_signals(child):
-            failure = _wait_until_ready(child, file.url)
-            if failure is None and child.exit_code is None:
-                typer.echo(f"\nready in {time.monotonic() - began:.1f} s; try it:\n{_curl(file)}\n")
-            elif failure is not None:
-                child.interrupt()
-            code = child.wait()
+    written = nullcontext(config) if port is None else _written(file.content)
+    with written as path, ServeProcess(path, typer.echo) as child:
+        failure = _wait_until_ready(child, file.url)
+        if failure is None and child.exit_code is None:
+            typer.echo(f"\nready in {time.monotonic() - began:.1f} s; try it:\n{_curl(file)}\n")
+            child.wait()
     if failure is not None:
         raise ValueError(f"the server did not start: {failure}")
-    raise typer.Exit(code)
+    raise typer.Exit(child.wait())
 
 
 def read_serve_file(config: Path, port: int | None = None) -> ServeFile:
@@ -108,24 +103,6 @@ def _curl(file: ServeFile) -> str:
     )
     header = shlex.quote("Content-Type: application/json")
     return f"curl {file.url}/v1/completions -H {header} -d {shlex.quote(body)}"
-
-
-@contextmanager
-def _forwarding_signals(child: ServeProcess) -> Iterator[None]:
-    def forward(number: int, frame: FrameType | None) -> None:
-        child.interrupt()
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _as_is(config: Path) -> Iterator[Path]:
-    yield config
 
 
 @contextmanager

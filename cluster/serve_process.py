@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 # `serve run` sleeps on after an application has failed for good: its words are all there is to go by
 _FAILED = re.compile(r"Failed to update the deployments|Deploying app .* failed|Failed to deploy app")
@@ -21,7 +22,9 @@ _SETTLE_S = 1.5
 
 
 class ServeProcess:
-    """Runs `serve run CONFIG` by this same Python.
+    """Runs `serve run CONFIG` by this same Python, from `with` to its end.
+
+    Inside the `with`, SIGINT and SIGTERM to this process are the child's SIGINT, upon which Serve shuts down.
 
     Args:
         config: the YAML.
@@ -29,20 +32,35 @@ class ServeProcess:
     """
 
     def __init__(self, config: Path, output: Callable[[str], None]) -> None:
+        self._config = config
         self._output = output
         self._last_error = ""
         self._failed_at: float | None = None
-        # a session of its own: a Ctrl-C in the terminal reaches the child through us, and not Ray's processes
+        self._handlers: dict[int, signal._HANDLER] = {}
+
+    def __enter__(self) -> "ServeProcess":
+        # before the child is born: a shell starts background jobs with SIGINT ignored, and a child that
+        # inherits that ignores it for good
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._handlers[number] = signal.signal(number, self._forward)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ray.serve.scripts", "run", str(config)],
+            [sys.executable, "-m", "ray.serve.scripts", "run", str(self._config)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            # a Ctrl-C in the terminal is for us; Ray's processes are not to see it
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, name="serve-output", daemon=True)
         self._reader.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.interrupt()
+        self.wait()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
     @property
     def exit_code(self) -> int | None:
@@ -65,6 +83,9 @@ class ServeProcess:
         code = self._process.wait()
         self._reader.join(timeout=5)
         return code
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self.interrupt()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

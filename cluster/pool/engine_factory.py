@@ -15,6 +15,9 @@ class CheckpointEngine:
     config: EngineConfig
 
     def __call__(self) -> BuiltEngine:
+        # read when torch loads its OpenMP. Threads that wait by spinning take the cores that the proxy and
+        # the ingress need: on two busy cores a step of 20 ms took 300
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         from hybridserve.replicas.engine.build import build_engine, resolve_placement
 
         _log_to_stderr()

@@ -6,7 +6,7 @@ Thin on purpose: it computes nothing and imports no torch, so that it can always
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import ray
 from ray.exceptions import RayActorError
@@ -34,7 +34,6 @@ class EngineActorOptions:
     startup_timeout_s: float
     num_cpus: float = 0.0
     num_gpus: float = 0.0
-    env_vars: dict[str, str] = field(default_factory=dict)
 
 
 class PoolReplica:
@@ -130,6 +129,5 @@ def _start_actor(factory: EngineFactory, options: EngineActorOptions) -> ray.act
         num_gpus=options.num_gpus,
         max_concurrency=options.max_concurrent_requests + _SPARE_CALLS,
         scheduling_strategy=strategy,
-        runtime_env={"env_vars": options.env_vars} if options.env_vars else None,
     )
     return actor.remote(factory)

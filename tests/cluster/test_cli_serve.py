@@ -1,0 +1,100 @@
+"""What `hybridserve serve` reads before it starts anything, and how it tells a failed start."""
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hybridserve.cluster import serve_process
+from hybridserve.cluster.cli_serve import BUILDER, read_serve_file
+from hybridserve.cluster.serve_process import ServeProcess
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    (tmp_path / "config.json").write_text("{}")
+
+    def write(application: dict[str, object], **top: object) -> Path:
+        app = {"import_path": BUILDER, "args": {"model": {"path": str(tmp_path)}}, **application}
+        path = tmp_path / "serve.yaml"
+        path.write_text(yaml.safe_dump({"applications": [app], **top}))
+        return path
+
+    return write
+
+
+def test_the_address_follows_the_yaml_and_the_port_option(write) -> None:
+    assert read_serve_file(write({})).url == "http://127.0.0.1:8000"
+    path = write({"route_prefix": "/llm"}, http_options={"host": "0.0.0.0", "port": 9000})
+    assert read_serve_file(path).url == "http://127.0.0.1:9000/llm"
+    moved = read_serve_file(path, port=9001)
+    assert moved.url == "http://127.0.0.1:9001/llm"
+    assert moved.content["http_options"] == {"host": "0.0.0.0", "port": 9001}
+
+
+def test_errors_come_before_anything_is_started(write, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown key modle"):
+        read_serve_file(write({"args": {"modle": 1, "model": {"path": "x"}}}))
+    with pytest.raises(ValueError, match=f"no application with import_path {BUILDER}"):
+        read_serve_file(write({"import_path": "other:app"}))
+    (tmp_path / "broken.yaml").write_text("a: [")
+    with pytest.raises(ValueError, match="broken.yaml is not YAML"):
+        read_serve_file(tmp_path / "broken.yaml")
+    with pytest.raises(OSError):
+        read_serve_file(tmp_path / "missing.yaml")
+
+
+FAILING = r"""
+import sys, time
+print("(Controller) RuntimeError: Traceback (most recent call last):")
+print("(Controller) \x1b[36mRuntimeError: the engine did not start: ValueError: missing shard two")
+print("(Controller) ERROR Failed to update the deployments ['pool'].", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def as_child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes ServeProcess run a Python program instead of Serve."""
+    popen = serve_process.subprocess.Popen
+
+    def replace(program: str) -> None:
+        monkeypatch.setattr(
+            serve_process.subprocess,
+            "Popen",
+            lambda _, **options: popen([sys.executable, "-c", program], **options),
+        )
+
+    return replace
+
+
+def test_a_failed_deployment_is_told_by_its_last_error(as_child, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_process, "_SETTLE_S", 0.1)
+    as_child(FAILING)
+    lines: list[str] = []
+    with ServeProcess(Path("x.yaml"), lines.append) as child:
+        deadline = time.monotonic() + 20
+        while child.failure is None:
+            assert time.monotonic() < deadline, lines
+            time.sleep(0.05)
+        assert child.failure == "the engine did not start: ValueError: missing shard two"
+        assert child.exit_code is None
+    assert child.exit_code is not None
+    assert len(lines) >= 3
+
+
+def test_sigint_reaches_the_child_even_when_it_was_ignored(as_child) -> None:
+    as_child("import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    raise SystemExit(5)")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with ServeProcess(Path("x.yaml"), lambda line: None) as child:
+            time.sleep(0.5)
+            signal.raise_signal(signal.SIGINT)
+            assert child.wait() == 5
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
