@@ -2,9 +2,9 @@
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from hybridserve.parallel.group import TensorParallelGroup
+from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.weights.parameter import Cut, ShardedParameter
 
 
@@ -19,7 +19,7 @@ def rows_per_rank(vocab_size: int, group: TensorParallelGroup) -> int:
     return -(-vocab_size // group.size)
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(Layer):
     """Rows of the embedding matrix for token ids."""
 
     def __init__(
@@ -48,7 +48,7 @@ class VocabParallelEmbedding(nn.Module):
         return self.group.all_reduce(rows)
 
 
-class ParallelLMHead(nn.Module):
+class ParallelLMHead(Layer):
     """Logits over the whole vocabulary; `tied` shares an embedding's weight instead of holding its own."""
 
     def __init__(

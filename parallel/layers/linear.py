@@ -9,14 +9,14 @@ from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.heads import HeadShard, divide
+from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, even, head_ranges, whole
 
 
-class FusedColumnLinear(nn.Module):
+class FusedColumnLinear(Layer):
     """y = x W^T (+ b) for several checkpoint projections at once, each cut by rows in its own way."""
 
     def __init__(
@@ -111,7 +111,7 @@ class QKVParallelLinear(FusedColumnLinear):
         self.split_sizes = [q_dim] * (2 if output_gate else 1) + [kv.count, kv.count]
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Layer):
     """y = x W^T (+ b) (+ residual), where a rank holds the columns of W that its part of x meets."""
 
     def __init__(

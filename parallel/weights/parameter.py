@@ -82,11 +82,8 @@ class ShardedParameter(nn.Parameter):
     shift: float
     init: str
 
-    def __new__(cls, data: torch.Tensor, sections: Mapping[str, Cut], **_: object) -> "ShardedParameter":
-        return super().__new__(cls, data, requires_grad=False)
-
-    def __init__(
-        self,
+    def __new__(
+        cls,
         data: torch.Tensor,
         sections: Mapping[str, Cut],
         *,
@@ -94,10 +91,12 @@ class ShardedParameter(nn.Parameter):
         squeeze: tuple[int, ...] = (),
         shift: float = 0.0,
         init: str = "weight",
-    ) -> None:
+    ) -> "ShardedParameter":
         assert sum(cut.count for cut in sections.values()) == data.shape[dim], (sections, data.shape)
+        self = super().__new__(cls, data, requires_grad=False)
         self.sections = dict(sections)
         self.dim, self.squeeze, self.shift, self.init = dim, squeeze, shift, init
+        return self
 
     def checkpoint_shape(self, section: str) -> tuple[int, ...]:
         """The shape that the checkpoint's tensor must have."""

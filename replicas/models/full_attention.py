@@ -1,11 +1,11 @@
 """Softmax attention over the paged KV cache, with normed queries and keys and a gated output."""
 
 import torch
-from torch import nn
 
 from hybridserve.kernels.attention import attention_decode, attention_prefill, write_kv
 from hybridserve.kernels.rotary import apply_rotary
 from hybridserve.parallel.group import TensorParallelGroup
+from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.layers.linear import QKVParallelLinear, RowParallelLinear
 from hybridserve.parallel.weights.parameter import Cut, head_ranges
 from hybridserve.replicas.models.batch import KVCache
@@ -15,7 +15,7 @@ from hybridserve.replicas.models.specs import FullAttentionSpec
 from hybridserve.replicas.models.step import MixerKernel, Phase, PhaseBatch, StepContext, run_phases
 
 
-class FullAttention(nn.Module):
+class FullAttention(Layer):
     """o_proj(attention(rope(norm(q)), rope(norm(k)), v) * sigmoid(gate)), cut by query heads."""
 
     def __init__(

@@ -1,12 +1,12 @@
 """Linear attention by the gated delta rule: a short causal convolution, a recurrence, a gated norm."""
 
 import torch
-from torch import nn
 
 from hybridserve.kernels.causal_conv1d import causal_conv1d_decode, causal_conv1d_prefill, make_phase_weight
 from hybridserve.kernels.linear_attention import gdn_gates, linear_attention_decode, linear_attention_prefill
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.heads import HeadShard
+from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.layers.linear import FusedColumnLinear, RowParallelLinear
 from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, head_ranges
 from hybridserve.replicas.models.batch import StateCache
@@ -16,7 +16,7 @@ from hybridserve.replicas.models.specs import LinearAttentionSpec
 from hybridserve.replicas.models.step import MixerKernel, Phase, PhaseBatch, StepContext, run_phases
 
 
-class CausalConv(nn.Module):
+class CausalConv(Layer):
     """Depthwise weights of the convolution over q|k|v, in the orders that its two kernels read."""
 
     def __init__(self, channels: Cut, kernel: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class CausalConv(nn.Module):
         self.phase_weight = make_phase_weight(self.weight)
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(Layer):
     """out_proj(norm(delta_rule(conv(qkv), gates(a, b))) * silu(z)), cut by value heads."""
 
     def __init__(

@@ -1,15 +1,15 @@
 """The gated feed-forward half of a layer."""
 
 import torch
-from torch import nn
 
 from hybridserve.kernels.activation import silu_and_mul
 from hybridserve.parallel.group import TensorParallelGroup
+from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from hybridserve.parallel.weights.parameter import even
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Layer):
     """down_proj(silu(gate_proj(x)) * up_proj(x)), cut by intermediate channels."""
 
     def __init__(

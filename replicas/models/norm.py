@@ -1,13 +1,13 @@
 """RMSNorm modules over the rms_norm kernels."""
 
 import torch
-from torch import nn
 
 from hybridserve.kernels.rms_norm import rms_norm, rms_norm_gated
+from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.weights.parameter import ShardedParameter, whole
 
 
-class ZeroCentredRMSNorm(nn.Module):
+class ZeroCentredRMSNorm(Layer):
     """x / rms(x) * (1 + w), where the checkpoint holds w. The parameter holds 1 + w in fp32."""
 
     def __init__(self, size: int, eps: float, *, device: torch.device) -> None:
@@ -21,7 +21,7 @@ class ZeroCentredRMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, zero_centered=False)
 
 
-class GatedRMSNorm(nn.Module):
+class GatedRMSNorm(Layer):
     """x / rms(x) * w * silu(gate): norm first, then gate, and w as it is stored."""
 
     def __init__(self, size: int, eps: float, *, device: torch.device) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from hybridserve.kernels.rotary import rotary_cos_sin
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from hybridserve.parallel.layers.layer import Layer
 from hybridserve.replicas.models.batch import LayerCache, StepBatch
 from hybridserve.replicas.models.full_attention import FullAttention
 from hybridserve.replicas.models.gated_delta_net import GatedDeltaNet
@@ -25,7 +26,7 @@ HEAD_NAME = "lm_head.weight"
 SKIPPED_PREFIXES = {"model.visual.": "vision", "visual.": "vision", "mtp.": "mtp", "model.mtp.": "mtp"}
 
 
-class Qwen3_5DecoderLayer(nn.Module):
+class Qwen3_5DecoderLayer(Layer):
     """h + mixer(norm(h)), then + mlp(norm(·))."""
 
     def __init__(
@@ -55,7 +56,7 @@ class Qwen3_5DecoderLayer(nn.Module):
         return self.mlp(self.post_attention_layernorm(h), h)
 
 
-class Qwen3_5Model(nn.Module):
+class Qwen3_5Model(Layer):
     """Embedding, layers, final norm."""
 
     def __init__(
@@ -83,7 +84,7 @@ class Qwen3_5Model(nn.Module):
         return rotary_cos_sin(positions, spec.rotary_dim, spec.rope_theta) if spec is not None else None
 
 
-class Qwen3_5ForCausalLM(nn.Module):
+class Qwen3_5ForCausalLM(Layer):
     """The model with its output head. Runs under `torch.inference_mode`."""
 
     def __init__(
