@@ -80,7 +80,7 @@ class ServingSettings(_Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto": a GPU when the cluster has one or more shards are asked for."""
     num_threads: PositiveInt | None = None
-    """CPU threads of one shard; by default all cores."""
+    """CPU threads of one shard; by default all cores but one."""
     token_transport: Literal["bus", "handle"] = "bus"
     startup_timeout_s: PositiveSeconds = 600.0
     """How long loading the model may take."""

@@ -188,6 +188,12 @@ class BusSender:
             self.send(channel, packed_entries[:half])
             self.send(channel, packed_entries[half:])
 
+    def send_load(self) -> None:
+        """Tell every ingress the load at once, instead of after `idle_s`."""
+        for channel in self._channels.values():
+            if not channel.closed:
+                channel.send(pack_news(self._load(), []))
+
     async def close(self) -> None:
         for channel in self._channels.values():
             await channel.close()

@@ -148,6 +148,9 @@ class EngineActor:
             else:
                 one.stream.put_nowait(output)
         self._send(by_channel)
+        if not outputs:
+            # a cancel or a piece of a long prompt: no tokens to send, but the load has changed
+            self._sender.send_load()
         for output in outputs:
             if output.finished and output.request_id in self._requests:
                 one = self._requests.pop(output.request_id)

@@ -158,6 +158,16 @@ async def test_closing_the_iterator_frees_the_engine_within_a_step(fake_factory)
         assert load is not None and load.running == 0
 
 
+async def test_the_load_follows_a_cancel_at_once(fake_factory) -> None:
+    async with local_pool(fake_factory(step_s=0.01)) as pool:
+        outputs = pool.client.generate(request(max_tokens=200))
+        await anext(outputs)
+        assert pool.client.load().running == 1
+        await outputs.aclose()
+        await asyncio.sleep(0.1)
+        assert pool.client.load().running == 0
+
+
 @pytest.mark.parametrize("way", ["bus", "call"])
 async def test_either_way_of_cancelling_is_enough(fake_factory, monkeypatch, way: str) -> None:
     async with local_pool(fake_factory(step_s=0.01)) as pool:
