@@ -23,8 +23,8 @@ class CheckpointEngine:
         _log_to_stderr()
         config = self.config
         if config.num_threads is None:
-            # ray sets OMP_NUM_THREADS from the actor's logical CPUs, a share that says nothing of the machine;
-            # one core is left to the proxy and the ingress
+            # ray sets OMP_NUM_THREADS from the actor's logical CPUs, which say nothing of the machine; one
+            # core is left to the proxy and the ingress
             config = replace(config, num_threads=max(1, len(os.sched_getaffinity(0)) - 1))
         engine = build_engine(config)
         placement = resolve_placement(config, engine.model_config)
