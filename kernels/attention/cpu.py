@@ -4,6 +4,8 @@ Only tokens inside a sequence's length are ever read into a product: what lies i
 another sequence's page may be NaN. Knows nothing of how pages are handed out.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
@@ -77,11 +79,24 @@ def attention_decode(
     out = torch.empty_like(grouped)
     # one call a sequence: padding 16 ragged sequences to one batch took 1.3 times as long, and saved a tenth
     # where all were equally long
-    for b, (table, length) in enumerate(zip(block_tables, seq_lens, strict=True)):
-        k = _gather(keys, table, length).transpose(0, 1).unsqueeze(0)
-        v = _gather(values, table, length).transpose(0, 1).unsqueeze(0)
+    for b, (k, v) in enumerate(_gather_all(keys, values, block_tables, seq_lens)):
         out[b] = F.scaled_dot_product_attention(grouped[b], k, v, scale=scale)
     return out.view(q.shape)
+
+
+def _gather_all(
+    keys: torch.Tensor, values: torch.Tensor, block_tables: torch.Tensor, seq_lens: tuple[int, ...]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """K and V of each sequence, [1, Hkv, seq_len, D]; all pages are gathered at once."""
+    page_size = keys.shape[1]
+    counts = [-(-length // page_size) for length in seq_lens]
+    pages = torch.cat([table[:count] for table, count in zip(block_tables, counts, strict=True)])
+    k_all = keys.index_select(0, pages).flatten(0, 1).transpose(0, 1).unsqueeze(0)
+    v_all = values.index_select(0, pages).flatten(0, 1).transpose(0, 1).unsqueeze(0)
+    at = 0
+    for count, length in zip(counts, seq_lens, strict=True):
+        yield k_all[:, :, at : at + length], v_all[:, :, at : at + length]
+        at += count * page_size
 
 
 def _gather(pages: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
