@@ -35,21 +35,23 @@ class ChunkLayout:
     """int64 [T]: where each of `tokens` lies, rising: chunk slot // chunk_size, place slot % chunk_size."""
 
     @classmethod
-    def build(cls, query_lens: tuple[int, ...], chunk_size: int) -> "ChunkLayout":
+    def build(cls, query_lens: tuple[int, ...], chunk_size: int, device: torch.device) -> "ChunkLayout":
         counts = [-(-n // chunk_size) for n in query_lens]
         order = sorted((i for i, n in enumerate(counts) if n), key=lambda i: -counts[i])
         offsets = [0]
         for step in range(counts[order[0]]):
             offsets.append(offsets[-1] + sum(counts[i] > step for i in order))
+        ranks = torch.tensor(order, device=device)
         if len(order) == 1:
-            return cls(chunk_size, torch.tensor(order), tuple(offsets), None, torch.arange(sum(query_lens)))
+            slots = torch.arange(sum(query_lens), device=device)
+            return cls(chunk_size, ranks, tuple(offsets), None, slots)
         first_rows = torch.tensor(offsets[:-1])
         parts: list[torch.Tensor] = [torch.empty(0, dtype=torch.int64)] * len(query_lens)
         for rank, i in enumerate(order):
             token = torch.arange(query_lens[i])
             parts[i] = (first_rows[token // chunk_size] + rank) * chunk_size + token % chunk_size
-        slots, tokens = torch.cat(parts).sort()
-        return cls(chunk_size, torch.tensor(order), tuple(offsets), tokens, slots)
+        slots, tokens = torch.cat(parts).to(device).sort()
+        return cls(chunk_size, ranks, tuple(offsets), tokens, slots)
 
     def groups(self) -> Iterator["ChunkGroup"]:
         """The steps of the serial pass, some at a time, with the tokens that lie in them."""
@@ -61,7 +63,7 @@ class ChunkLayout:
             ):
                 last += 1
             offsets = self.offsets[first : last + 1]
-            edges = torch.tensor((offsets[0], offsets[-1])) * self.chunk_size
+            edges = torch.tensor((offsets[0], offsets[-1]), device=self.slots.device) * self.chunk_size
             start, end = torch.searchsorted(self.slots, edges).tolist()
             tokens = None if self.tokens is None else self.tokens[start:end]
             slots = self.slots[start:end] - offsets[0] * self.chunk_size
@@ -102,7 +104,7 @@ class ChunkGroup:
         """fp32 [tokens, H, ...] as taken -> [chunks, H, chunk_size, ...], zero where there is no token."""
         padded_size = self.offsets[-1] * self.chunk_size
         if x.shape[0] < padded_size:
-            padded = torch.zeros(padded_size, *x.shape[1:])
+            padded = torch.zeros(padded_size, *x.shape[1:], device=x.device)
             x = padded.index_copy_(0, self.slots, x)
         return x.view(-1, self.chunk_size, *x.shape[1:]).transpose(1, 2).contiguous()
 
@@ -257,7 +259,7 @@ def _serial_pass(offsets: tuple[int, ...], chunks: _Chunks, state: torch.Tensor)
 
     Returns the states before each chunk, [chunks, Hv, V, K].
     """
-    before = torch.empty(offsets[-1], *state.shape[1:])
+    before = torch.empty(offsets[-1], *state.shape[1:], device=state.device)
     for start, end in pairwise(offsets):
         active = state[: end - start]
         before[start:end] = active
@@ -279,7 +281,7 @@ def _outputs(chunks: _Chunks, before: torch.Tensor) -> torch.Tensor:
     num_x_heads, size = chunks.q.shape[1:3]
     stacked = before.view(num_chunks, num_x_heads, -1, before.shape[-1])
     old = (chunks.q @ stacked.mT).view(num_chunks, num_x_heads, size, -1, v_dim).transpose(2, 3)
-    out = torch.empty(num_chunks, num_v_heads, size, v_dim)
+    out = torch.empty(num_chunks, num_v_heads, size, v_dim, device=before.device)
     grouped = out.view(old.shape)
     if chunks.decay_in is None:
         grouped.copy_(old)

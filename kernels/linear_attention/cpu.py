@@ -59,7 +59,7 @@ def linear_attention_prefill(
     if num_tokens == 0:
         return torch.empty_like(v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    layout = ChunkLayout.build(query_lens, chunk_size)
+    layout = ChunkLayout.build(query_lens, chunk_size, v.device)
     rows, known = state_indices[layout.order], has_initial_state[layout.order]
     carried = torch.where(known[:, None, None, None], state.index_select(0, rows), 0.0)
     out = torch.empty_like(v)
@@ -109,7 +109,7 @@ def linear_attention_decode(
     # twice as long
     rows = [state.select(0, i) for i in state_indices.tolist()]
     stacked = [row.view(num_k_heads, -1, key_dim) for row in rows]
-    read = torch.empty(batch, num_k_heads, 2, num_v_heads // num_k_heads * v_dim)
+    read = torch.empty(batch, num_k_heads, 2, num_v_heads // num_k_heads * v_dim, device=v.device)
     for reader, row, result in zip(
         kq * decay.unsqueeze(2) if per_channel else kq, stacked, read, strict=True
     ):

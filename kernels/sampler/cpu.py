@@ -165,7 +165,7 @@ def _draw_filtered(
     # fewer candidates give the same ranking; a small top_k in every row needs no more than that
     bounded = top_k > 0
     count = min(CANDIDATES, vocab, int(torch.where(bounded, top_k, vocab).max()))
-    total = torch.zeros(logits.shape[0], dtype=torch.float64)
+    total = torch.zeros(logits.shape[0], dtype=torch.float64, device=logits.device)
     if bool(((~bounded | (top_k > count)) & (top_p < 1)).any()):
         total = _block_weights(logits, temperature)[1].sum(-1)
     options = (temperature.double(), top_k, top_p.double(), min_p.double(), uniform, total)
