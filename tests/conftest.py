@@ -26,3 +26,11 @@ def repo_root() -> Path:
 def demo_model(repo_root: Path) -> Path:
     """Folder of the demo checkpoint."""
     return repo_root / "configs" / "demo-model"
+
+
+def pytest_configure() -> None:
+    """Without a GPU, Triton's kernels run in its interpreter; it must know before it is imported."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"

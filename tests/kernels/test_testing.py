@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from hybridserve.kernels.testing import (
     Work,
     assert_as_good_as_plain,
