@@ -1,7 +1,7 @@
 """What tests and benchmarks of kernels share: errors against a truth, poisoned memory, floors, a timer.
 
-A tolerance is derived, not guessed: a kernel may err at most twice as much as plain PyTorch in the same dtype,
-both measured against fp64. Nothing here is imported by the operators themselves.
+A tolerance is derived, not guessed: a kernel may err at most twice as much as plain PyTorch in the same
+dtype, both measured against fp64. Nothing here is imported by the operators themselves.
 """
 
 import statistics
