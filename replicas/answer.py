@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from hybridserve.replicas.engine.plan import EngineOutput, TokenLogprobs
 from hybridserve.replicas.outputs import CompletionOutput, Logprob
 from hybridserve.replicas.sampling_params import SamplingParams
-from hybridserve.replicas.text.detokenizer import IncrementalDetokenizer
+from hybridserve.replicas.text.answer_text import AnswerText, TextPiece
 from hybridserve.replicas.text.tokenizer import Tokenizer
 
 
@@ -28,7 +28,7 @@ class Answer:
             tokenizer: the model's.
         """
         self._tokenizer = tokenizer
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids, params)
+        self._text = AnswerText(tokenizer, prompt_token_ids, params)
         self.output = CompletionOutput(index=index, text="", token_ids=[])
         if params.logprobs is not None:
             self.output.logprobs = []
@@ -62,16 +62,13 @@ class Answer:
             self._take_prompt_logprobs(news)
         self.first_scheduled_time = news.first_scheduled_time
         self.num_preemptions = news.num_preemptions
-        delta = self._detokenizer.push(news.token_ids)
-        if news.finished and self._detokenizer.stopped is None:
-            delta += self._detokenizer.finish()
-        self._keep_tokens(news)
-        self.output.text += delta
-        self._end(news, now)
-        return delta
+        piece = self._text.take(news)
+        self.output.text += piece.text
+        self._keep_tokens(news, piece.num_tokens)
+        self._end(news, piece, now)
+        return piece.text
 
-    def _keep_tokens(self, news: EngineOutput) -> None:
-        kept = self._detokenizer.num_tokens - news.first_index
+    def _keep_tokens(self, news: EngineOutput, kept: int) -> None:
         self.output.token_ids += news.token_ids[:kept]
         if self.output.logprobs is None:
             return
@@ -84,16 +81,12 @@ class Answer:
             rows = [logprob_table(self._tokenizer, *row) for row in news.prompt_logprobs]
             self.prompt_logprobs = [None, *rows]
 
-    def _end(self, news: EngineOutput, now: float) -> None:
-        stopped = self._detokenizer.stopped
-        if stopped is not None:
-            self.output.finish_reason, self.output.stop_reason = "stop", stopped
-            self.needs_abort = not news.finished
-        elif news.finished:
-            self.output.finish_reason = news.finish_reason
-            self.output.stop_reason = news.error if news.finish_reason == "error" else news.stop_token_id
-        else:
+    def _end(self, news: EngineOutput, piece: TextPiece, now: float) -> None:
+        if piece.finish_reason is None:
             return
+        self.output.finish_reason = piece.finish_reason
+        self.output.stop_reason = news.error if piece.finish_reason == "error" else piece.stop_reason
+        self.needs_abort = not news.finished
         self.finished_time = now
         if not self.output.token_ids:
             self.first_token_time = now

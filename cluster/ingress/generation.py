@@ -17,7 +17,7 @@ from hybridserve.cluster.ingress.service import Service
 from hybridserve.cluster.pool.interface import GenerationRequest, PoolError
 from hybridserve.replicas.engine.plan import EngineOutput, TokenLogprobs
 from hybridserve.replicas.sampling_params import SamplingParams
-from hybridserve.replicas.text.detokenizer import IncrementalDetokenizer
+from hybridserve.replicas.text.answer_text import AnswerText
 
 PromptLogprobs = tuple[tuple[int, TokenLogprobs], ...]
 
@@ -112,7 +112,7 @@ def run(service: Service, job: Job) -> AsyncGenerator[Piece, None]:
 
 async def _answer(service: Service, job: Job, index: int) -> AsyncGenerator[Piece, None]:
     request = job.request(index)
-    text = AnswerText(service, request, index)
+    text = AnswerText(service.tokenizer, request.prompt_token_ids, request.params)
     clock = AnswerClock(service.metrics, job.arrival)
     reason = "cancelled"
     try:
@@ -124,7 +124,7 @@ async def _answer(service: Service, job: Job, index: int) -> AsyncGenerator[Piec
                 elif not output.finished:
                     # only says that the engine has the request
                     continue
-                piece = text.take(output)
+                piece = _piece(text, index, output)
                 if piece.finish_reason is not None:
                     break
                 yield piece
@@ -148,48 +148,25 @@ async def _next(news: AsyncGenerator[EngineOutput, None], request_id: str) -> En
         raise PoolError(f"the answer {request_id} broke off before it was finished") from None
 
 
-class AnswerText:
-    """Turns an engine's news of one answer into pieces of text."""
+def _piece(text: AnswerText, index: int, news: EngineOutput) -> Piece:
+    """What the engine's news add to an answer.
 
-    def __init__(self, service: Service, request: GenerationRequest, index: int) -> None:
-        self._params = request.params
-        self._index = index
-        self._detokenizer = IncrementalDetokenizer(
-            service.tokenizer, request.prompt_token_ids, request.params
-        )
-
-    def take(self, output: EngineOutput) -> Piece:
-        """
-        Raises:
-            ApiError: 500, the engine gave the answer up.
-        """
-        if output.finish_reason in ("error", "abort"):
-            message = output.error or f"the engine ended the request: {output.finish_reason}"
-            raise ApiError(500, message, code="engine_error")
-        detokenizer = self._detokenizer
-        token_ids = output.token_ids
-        shown = token_ids
-        if output.finish_reason == "stop" and not self._params.include_stop_str_in_output:
-            shown = token_ids[:-1]
-        before = detokenizer.num_tokens
-        text = detokenizer.push(shown)
-        finish_reason, stop_reason = output.finish_reason, output.stop_token_id
-        if detokenizer.stopped is not None:
-            token_ids = token_ids[: detokenizer.num_tokens - before]
-            finish_reason, stop_reason = "stop", detokenizer.stopped
-        elif finish_reason is not None:
-            text += detokenizer.finish()
-            if detokenizer.stopped is not None:
-                finish_reason, stop_reason = "stop", detokenizer.stopped
-        return Piece(
-            self._index,
-            text,
-            token_ids,
-            output.logprobs[: len(token_ids)],
-            output.prompt_logprobs,
-            finish_reason,
-            stop_reason,
-        )
+    Raises:
+        ApiError: 500, the engine gave the answer up.
+    """
+    if news.finish_reason in ("error", "abort"):
+        message = news.error or f"the engine ended the request: {news.finish_reason}"
+        raise ApiError(500, message, code="engine_error")
+    added = text.take(news)
+    return Piece(
+        index,
+        added.text,
+        news.token_ids[: added.num_tokens],
+        news.logprobs[: added.num_tokens],
+        news.prompt_logprobs,
+        added.finish_reason,
+        added.stop_reason,
+    )
 
 
 async def _interleave(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:

@@ -54,9 +54,6 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         torch.set_num_threads(config.num_threads)
     model_config = load_model_config(config.model, config.hf_overrides)
     placement = resolve_placement(config, model_config)
-    if placement.device.type == "cpu":
-        # states decay into denormal numbers, on which a CPU multiplies some twenty times slower
-        torch.set_flush_denormal(True)
     model = load_model(
         config.model,
         model_config,

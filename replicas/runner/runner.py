@@ -1,6 +1,7 @@
 """Runs a step's plan on one shard: copies, forward pass, logits, draws. Touches no queue."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from hybridserve.replicas.engine.plan import ScheduledSequence, StepPlan, StepResult, TokenLogprobs
 from hybridserve.replicas.models.batch import LayerCache, StepBatch
 from hybridserve.replicas.runner.batching import build_batch
+from hybridserve.replicas.runner.denormals import flushed_denormals
 from hybridserve.replicas.runner.sampling import Sampler, token_logprobs_of
 from hybridserve.replicas.runner.storage import ArenaStorage
 
@@ -36,6 +38,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
+        with flushed_denormals() if self._device.type == "cpu" else nullcontext():
+            return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> StepResult:
         self._storage.copy(plan.copies)
         batch = build_batch(plan, self._storage.layout, self._device)
         hidden = self._model.forward(batch, self._storage.caches)

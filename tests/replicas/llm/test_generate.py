@@ -76,6 +76,11 @@ def test_stop_token_id_is_named(engine_for: Build, tokenizer: Tokenizer) -> None
     (output,) = llm.generate("one", SamplingParams(max_tokens=99, stop_token_ids=[second]))
     assert output.outputs[0].stop_reason == second
     assert output.outputs[0].token_ids == tokenizer.encode(ANSWERS["one"])[:2]
+    # it counts, but it is not shown unless asked for
+    assert output.outputs[0].text == tokenizer.decode(tokenizer.encode(ANSWERS["one"])[:1])
+    params = SamplingParams(max_tokens=99, stop_token_ids=[second], include_stop_str_in_output=True)
+    (output,) = llm.generate("one", params)
+    assert output.outputs[0].text == tokenizer.decode(tokenizer.encode(ANSWERS["one"])[:2])
 
 
 def test_logprobs(engine_for: Build, tokenizer: Tokenizer) -> None:
