@@ -3,7 +3,6 @@
 Owns the requests and their ends. Touches no tensor (the executor does) and no text (callers detokenise).
 """
 
-import itertools
 import random
 import time
 from collections.abc import Sequence
@@ -41,7 +40,6 @@ class Engine:
         self._scheduler = Scheduler(arena, SchedulerLimits(max_num_seqs, max_num_batched_tokens))
         self._requests: dict[str, Request] = {}
         self._seeds = random.Random(seed)
-        self._arrivals = itertools.count()
         self._step_ms = 0.0
         self._steps = 0
 
@@ -61,7 +59,6 @@ class Engine:
         room = self.max_model_len - len(prompt)
         self._requests[request_id] = request = Request(
             request_id=request_id,
-            arrival=next(self._arrivals),
             token_ids=prompt,
             prompt_len=len(prompt),
             params=params,
@@ -88,6 +85,9 @@ class Engine:
             return []
         result = self._executor.execute(plan)
         outputs = [out for s in plan.sequences if (out := self._advance(s, result)) is not None]
+        if not self._requests:
+            # nothing is owned now, so this costs little, and a leak is found where it was made
+            self.arena.check_integrity()
         self._step_ms = (time.perf_counter() - began) * 1e3
         self._steps += 1
         return outputs

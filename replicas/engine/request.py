@@ -12,8 +12,6 @@ class Request:
     """Prompt and output are one list of tokens; KV and state cover the first `num_computed_tokens`."""
 
     request_id: str
-    arrival: int
-    """Order of arrival; the largest is the youngest."""
     token_ids: list[int]
     """Prompt, then output."""
     prompt_len: int
