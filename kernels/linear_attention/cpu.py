@@ -97,40 +97,73 @@ def linear_attention_decode(
     decay = None if g is None else g.float().exp()
     per_channel = decay is not None and decay.ndim == 3
     if per_channel and num_k_heads != num_v_heads:
-        group = num_v_heads // num_k_heads
-        q, k, num_k_heads = q.repeat_interleave(group, 1), k.repeat_interleave(group, 1), num_v_heads
+        repeats = num_v_heads // num_k_heads
+        q, k, num_k_heads = q.repeat_interleave(repeats, 1), k.repeat_interleave(repeats, 1), num_v_heads
     kq = torch.stack((k, q), 2).float()
     if qk_l2norm:
         kq = _l2norm(kq)
-    own = torch.linalg.vecdot(*kq.unbind(2)).view(batch, num_k_heads, 1, 1)
+    # from here on key heads come first, then rows, so that what the products give is contiguous
+    kq = kq.transpose(0, 1)
+    k, q = kq.unbind(2)
+    # value heads of one key head are side by side, so that q and k are never repeated for them
+    group = num_v_heads // num_k_heads
+    readers, factor = kq, None
+    if per_channel:
+        factor = decay.transpose(0, 1).view(num_k_heads, batch, 1, 1, key_dim)
+        readers = kq * factor.squeeze(3)
+    elif decay is not None:
+        factor = decay.view(batch, num_k_heads, group, 1, 1).transpose(0, 1)
 
-    # views: each state is updated where it lies, while it is in the cache; value heads of one key head are
-    # stacked, so that q and k are never repeated for them. gathering the states to batch the products took
-    # twice as long
-    rows = [state.select(0, i) for i in state_indices.tolist()]
-    stacked = [row.view(num_k_heads, -1, key_dim) for row in rows]
-    read = torch.empty(batch, num_k_heads, 2, num_v_heads // num_k_heads * v_dim, device=v.device)
-    for reader, row, result in zip(
-        kq * decay.unsqueeze(2) if per_channel else kq, stacked, read, strict=True
-    ):
-        torch.bmm(reader, row.mT, out=result)
-    read = read.view(batch, num_k_heads, 2, -1, v_dim)
-    if decay is not None and not per_channel:
-        read.mul_(decay.view(batch, num_k_heads, 1, -1, 1))
+    runs = [
+        (rows, states.view(-1, num_k_heads, group, v_dim, key_dim).transpose(0, 1))
+        for rows, states in _runs(state, state_indices)
+    ]
+    read = torch.empty(num_k_heads, batch, 2, group * v_dim, device=v.device)
+    for rows, states in runs:
+        _read_states(readers[:, rows], states.flatten(2, 3), read[:, rows])
+    read = read.view(num_k_heads, batch, 2, group, v_dim)
+    if factor is not None and not per_channel:
+        read.mul_(factor.transpose(2, 3))
     read_k, read_q = read.unbind(2)
-    u = v.float().view(batch, num_k_heads, -1, v_dim)
+    u = v.float().view(batch, num_k_heads, group, v_dim).transpose(0, 1)
     if beta is not None:
-        u = (u - read_k) * beta.view(batch, num_k_heads, -1, 1)
-    if decay is not None:
-        factors = decay.unsqueeze(2) if per_channel else decay.view(batch, num_v_heads, 1, 1)
-        for row, factor in zip(rows, factors, strict=True):
-            row.mul_(factor)
-    for row, u_row, k_row in zip(
-        stacked, u.reshape(batch, num_k_heads, -1, 1), kq.narrow(2, 0, 1), strict=True
-    ):
-        row.addcmul_(u_row, k_row)
+        u = (u - read_k) * beta.view(batch, num_k_heads, group, 1).transpose(0, 1)
+    for rows, states in runs:
+        if factor is not None:
+            states.mul_(factor[:, rows])
+        states.addcmul_(u[:, rows].unsqueeze(4), k[:, rows, None, None])
+    own = torch.linalg.vecdot(k, q).view(num_k_heads, batch, 1, 1)
     out = torch.addcmul(read_q, u, own).mul_(key_dim**-0.5 if scale is None else scale)
-    return out.view(v.shape).to(v.dtype)
+    return out.transpose(0, 1).reshape(v.shape).to(v.dtype)
+
+
+def _runs(state: torch.Tensor, state_indices: torch.Tensor) -> list[tuple[slice, torch.Tensor]]:
+    """Neighbouring rows of the batch whose states lie at equal distances, each with one view of its states.
+
+    Requests' states mostly do, and then one operation works on all of them where they lie. Gathering them
+    for that, and scattering them back, took as long as a loop over the rows.
+    """
+    indices = state_indices.tolist()
+    runs, first = [], 0
+    while first < len(indices):
+        end = first + 1
+        step = indices[end] - indices[first] if end < len(indices) else 1
+        while step > 0 and end < len(indices) and indices[end] - indices[end - 1] == step:
+            end += 1
+        runs.append((slice(first, end), state[indices[first] : indices[end - 1] + 1 : max(step, 1)]))
+        first = end
+    return runs
+
+
+def _read_states(readers: torch.Tensor, states: torch.Tensor, read: torch.Tensor) -> None:
+    """read [Hk, n, 2, V'] = readers [Hk, n, 2, K] times states [Hk, n, V', K], in few products."""
+    num_heads, num_rows = readers.shape[:2]
+    if num_rows < num_heads:
+        for row in range(num_rows):
+            torch.bmm(readers[:, row], states[:, row].mT, out=read[:, row])
+    else:
+        for head in range(num_heads):
+            torch.bmm(readers[head], states[head].mT, out=read[head])
 
 
 def _l2norm(x: torch.Tensor) -> torch.Tensor:

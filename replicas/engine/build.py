@@ -12,6 +12,7 @@ from hybridserve.replicas.arena.arena import Arena
 from hybridserve.replicas.arena.layout import plan_arena
 from hybridserve.replicas.engine.config import EngineConfig
 from hybridserve.replicas.engine.engine import Engine
+from hybridserve.replicas.engine.host_memory import keep_freed_memory
 from hybridserve.replicas.engine.sizing import Capacity, describe_capacity, plan_capacity
 from hybridserve.replicas.models.config import load_model_config
 from hybridserve.replicas.models.registry import load_model
@@ -54,6 +55,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         torch.set_num_threads(config.num_threads)
     model_config = load_model_config(config.model, config.hf_overrides)
     placement = resolve_placement(config, model_config)
+    if placement.device.type == "cpu":
+        keep_freed_memory()
     model = load_model(
         config.model,
         model_config,

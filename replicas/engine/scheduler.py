@@ -79,6 +79,8 @@ class Scheduler:
             return None
         # a chunk of one token with earlier context is fit for the recurrent form, whatever brought it here
         rows = [r for r, count in scheduled.items() if count == 1 and r.num_computed_tokens > 0]
+        # in the order of their states, so that a kernel finds neighbours side by side
+        rows.sort(key=lambda r: r.unit_table)
         chunks = [r for r, count in scheduled.items() if count > 1 or r.num_computed_tokens == 0]
         sequences = tuple(self._sequence(r, scheduled[r]) for r in rows + chunks)
         return StepPlan(next(self._steps), sequences, len(rows), self.arena.drain_copies())
