@@ -39,9 +39,7 @@ def read_completion(stream) -> tuple[str, str | None, int, int]:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=range(len(PROMPTS)))
-def test_completions_are_the_offline_ones_streamed_or_not(
-    client: openai.OpenAI, offline, llm, prompt
-) -> None:
+def test_completions_are_the_offline_ones(client: openai.OpenAI, offline, llm, prompt: str) -> None:
     [[wanted]] = offline([prompt], **GREEDY)
     whole = client.completions.create(model="demo", prompt=prompt, **GREEDY)
     assert whole.choices[0].text == wanted.text
@@ -59,7 +57,7 @@ def test_completions_are_the_offline_ones_streamed_or_not(
 
 
 @pytest.mark.parametrize("messages", CHATS, ids=range(len(CHATS)))
-def test_chats_are_the_offline_ones_streamed_or_not(client: openai.OpenAI, offline, messages) -> None:
+def test_chats_are_the_offline_ones(client: openai.OpenAI, offline, messages) -> None:
     [[wanted]] = offline([messages], **GREEDY)
     whole = client.chat.completions.create(model="demo", messages=messages, **GREEDY)
     assert whole.choices[0].message.content == wanted.text

@@ -41,11 +41,9 @@ def test_the_handle_gives_the_stream_that_the_bus_gives(server, by_handle, offli
     prompts = [PROMPT, "import os\n", "# größer als 数 🎉\n", "class A:\n"]
     wanted = [answers[0].text for answers in offline(prompts, **GREEDY)]
     for one in (server, by_handle):
-        client = one.client()
+        clients = [one.client()] * len(prompts)
         with ThreadPoolExecutor(4) as threads:
-            assert (
-                list(threads.map(lambda prompt, client=client: streamed(client, prompt), prompts)) == wanted
-            )
+            assert list(threads.map(streamed, clients, prompts)) == wanted
 
 
 def test_a_handle_stream_that_is_closed_frees_its_request(by_handle) -> None:
