@@ -82,6 +82,10 @@ class Server:
             )
         self.wait_until_ready()
 
+    def start_if_stopped(self) -> None:
+        if self._process is None:
+            self.start()
+
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_S
         while not self.is_ready():
@@ -166,24 +170,19 @@ class Server:
 
 
 @pytest.fixture(scope="session")
-def make_server(
-    tmp_path_factory: pytest.TempPathFactory, repo_root: Path
-) -> Iterator[Callable[[Sequence[str], dict[str, object]], Server]]:
-    """Starts `command` with the demo's YAML, changed as asked, in the repository's root."""
+def new_server(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Iterator[Callable[..., Server]]:
+    """new_server(command, port, **serving): of the demo's YAML, changed as asked; stopped in the end."""
     servers: list[Server] = []
 
-    def make(command: Sequence[str], serving: dict[str, object]) -> Server:
+    def make(command: Sequence[str], port: int, **serving: object) -> Server:
         folder = tmp_path_factory.mktemp("serve")
-        port = free_port()
         config = yaml.safe_load((repo_root / "configs" / "demo.yaml").read_text())
         config["http_options"]["port"] = port
         config["applications"][0]["args"]["serving"].update(serving)
         path = folder / "demo.yaml"
         path.write_text(yaml.safe_dump(config))
-        server = Server([*command, str(path)], port, folder / "serve.log", repo_root)
-        servers.append(server)
-        server.start()
-        return server
+        servers.append(Server([*command, str(path)], port, folder / "serve.log", repo_root))
+        return servers[-1]
 
     yield make
     for server in servers:
@@ -191,9 +190,9 @@ def make_server(
 
 
 @pytest.fixture(scope="session")
-def server(make_server: Callable[[Sequence[str], dict[str, object]], Server]) -> Server:
-    """`serve run`, tokens by the bus."""
-    return make_server([sys.executable, "-m", "ray.serve.scripts", "run"], {})
+def server(new_server: Callable[..., Server]) -> Server:
+    """`serve run`, tokens by the bus; started by `idle`, as another test may have stopped it."""
+    return new_server([sys.executable, "-m", "ray.serve.scripts", "run"], free_port())
 
 
 @pytest.fixture(scope="session")
@@ -203,7 +202,8 @@ def client(server: Server) -> openai.OpenAI:
 
 @pytest.fixture
 def idle(server: Server) -> Iterator[None]:
-    """The engine holds nothing before the test, and nothing soon after it."""
+    """The server runs, and its engine holds nothing before the test and nothing soon after it."""
+    server.start_if_stopped()
     nothing = (0.0, 0.0, 0.0, 0.0)
     server.seconds_until(lambda occupancy: occupancy == nothing)
     yield

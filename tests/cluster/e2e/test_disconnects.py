@@ -51,7 +51,7 @@ def test_a_client_that_leaves_while_its_prompt_is_read(server) -> None:
 
 def test_neighbours_go_on(server, client: openai.OpenAI, offline) -> None:
     prompt = "def fibonacci(n):"
-    sampling = {"temperature": 0, "max_tokens": 300}
+    sampling = {"temperature": 0, "max_tokens": 150}
     [[wanted]] = offline([prompt], ignore_eos=True, **sampling)
     before = server.metrics()
 

@@ -66,6 +66,7 @@ def http(server):
 @pytest.fixture(scope="module", autouse=True)
 def still_answers(server, http: httpx.Client, offline):
     """After all of them the server says what it should, and the engine has run nothing else."""
+    server.start_if_stopped()
     steps = server.metrics()["hybridserve_steps_total"]
     yield
     assert server.metrics()["hybridserve_steps_total"] == steps
