@@ -99,7 +99,9 @@ class HandlePoolClient:
                 yield output
         finally:
             self._listener.close_stream(stream)
-            if not ended and not call.done():
+            if not ended:
+                # even when the call is over: Serve cancels it itself when the HTTP client goes, and that
+                # cancellation may die on its way to the engine
                 self._listener.cancel(stream)
                 call.cancel()
 

@@ -49,6 +49,18 @@ def test_a_client_that_leaves_while_its_prompt_is_read(server) -> None:
     assert server.metrics()["hybridserve_prompt_tokens_total"] == before + 2000
 
 
+def test_many_that_leave_at_different_moments(server, client: openai.OpenAI) -> None:
+    def leave(after: float) -> None:
+        stream = client.completions.create(**LONG, stream=True)
+        next(iter(stream))
+        time.sleep(after)
+        stream.close()
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(leave, [0.03 * (i % 7) for i in range(24)]))
+    assert server.seconds_until(nothing) < SOON_S
+
+
 def test_neighbours_go_on(server, client: openai.OpenAI, offline) -> None:
     prompt = "def fibonacci(n):"
     sampling = {"temperature": 0, "max_tokens": 150}
