@@ -35,6 +35,9 @@ class LengthRouter:
     def load(self) -> EngineLoad | None:
         return self._pool.load()
 
+    async def refresh_load(self) -> None:
+        await self._pool.refresh_load()
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
         """As the pool's own; raises PoolBusy at the first step when too many requests are in flight."""
         if self._in_flight >= self._max_concurrent_requests:

@@ -54,6 +54,7 @@ class Status:
         return _json({"status": "not ready", "reason": reason}, status=503)
 
     async def metrics(self, request: Request) -> Response:
+        await self._service.pool.refresh_load()
         return Response(self._service.metrics.render(), media_type=CONTENT_TYPE)
 
 

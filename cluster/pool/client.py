@@ -4,7 +4,6 @@ Knows how a pool is reached and how it can fail; nothing of HTTP or of text.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncGenerator
 from dataclasses import fields, replace
@@ -53,19 +52,37 @@ class HandlePoolClient:
         return self._info
 
     async def ready(self) -> bool:
-        """True when the engine has answered a prompt through the whole path, and its replica answers."""
+        """True when the engine has answered a prompt through the whole path, and its replica answers.
+
+        After a replica that does not, the engine that takes its place has to answer a prompt of its own.
+        """
         if self._golden is None or (self._golden.done() and not self._golden.result()):
             self._golden = asyncio.create_task(self._answer_golden_prompt())
-        with contextlib.suppress(TimeoutError, PoolError):
+        try:
             async with asyncio.timeout(_QUICK_CALL_S):
                 if await asyncio.shield(self._golden):
                     await self._ask_info()
                     return True
+        except PoolError:
+            self._golden = None
+        except TimeoutError:
+            return False
         return False
 
     def load(self) -> EngineLoad | None:
         loads = self._listener.loads
         return _sum_loads(loads) if loads else self._load
+
+    async def refresh_load(self) -> None:
+        if self._use_bus:
+            # each step brings one
+            return
+        try:
+            async with asyncio.timeout(_QUICK_CALL_S):
+                self._load = await self._handle.load.remote()
+        except _CALL_ERRORS as error:
+            logger.info("the pool's load is not known: %s", _first_line(error))
+            self._load = None
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
         return self._from_bus(request) if self._use_bus else self._from_handle(request)
@@ -82,7 +99,9 @@ class HandlePoolClient:
                 yield output
         finally:
             self._listener.close_stream(stream)
-            if not ended and not call.done():
+            if not ended:
+                # even when the call is over: Serve cancels it itself when the HTTP client goes, and that
+                # cancellation may die on its way to the engine
                 self._listener.cancel(stream)
                 call.cancel()
 

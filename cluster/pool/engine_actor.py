@@ -69,6 +69,8 @@ class EngineActor:
             self._send({one.channel: [(one, EngineOutput(request.request_id, first_index=0))]})
             return await one.reply
         finally:
+            # the call itself may be cancelled; a request that has ended is not known any more
+            self.on_abort(one.key.hex())
             self._sender.close_stream(one.channel)
 
     async def stream(

@@ -64,3 +64,6 @@ class PoolClient(Protocol):
 
     def load(self) -> EngineLoad | None:
         """The engine's last known load, or None before the first report."""
+
+    async def refresh_load(self) -> None:
+        """Bring `load` up to date where reports do not come by themselves; a failure makes it None."""

@@ -82,6 +82,8 @@ class PoolReplica:
             self._engine.abort.remote(reply_to.key)
 
     async def info(self) -> EngineInfo:
+        """Raises RuntimeError when the engine has died."""
+        self.check_health()
         return self._info
 
     async def load(self) -> EngineLoad | None:

@@ -1,5 +1,6 @@
 """What a YAML's args may say, and what is said about those that may not."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,21 @@ def test_bounds_the_engine_checks_are_errors_too(model: str, tmp_path: Path) -> 
     assert isinstance(settings, AppSettings)
     with pytest.raises(ValueError, match="page_size must be a power of two, got 24"):
         settings.engine_config("cpu")
+
+
+def test_the_readme_lists_every_setting(repo_root: Path) -> None:
+    table = re.findall(r"^\| (`[^|]+`) \|", (repo_root / "README.md").read_text(), re.MULTILINE)
+    listed = set()
+    for cell in table:
+        section = ""
+        for name in re.findall(r"`([\w.]+)`", cell):
+            # a second key of a row leaves the section out
+            section = name.partition(".")[0] or section
+            listed.add(f"{section}.{name.rpartition('.')[2]}")
+    settings = {
+        f"{section}.{name}"
+        for section, field in AppSettings.model_fields.items()
+        for name in field.annotation.model_fields
+    }
+    assert settings - listed == set()
+    assert {key for key in listed if key.partition(".")[0] in AppSettings.model_fields} == settings

@@ -17,12 +17,12 @@ NEW_TOKENS = 24
 def make(demo_model):
     """Engines of the demo model on an arena whose every byte is 0xFF (NaN as a float)."""
 
-    def build(extents=None, **options):
+    def build(extents=128, **options):
         bytes_per_extent = 1_050_000
         config = EngineConfig(
             str(demo_model),
             device="cpu",
-            cache_memory_bytes=None if extents is None else extents * bytes_per_extent,
+            cache_memory_bytes=extents * bytes_per_extent,
             **options,
         )
         engine = build_engine(config)

@@ -61,6 +61,9 @@ class FakePool:
     def load(self) -> EngineLoad | None:
         return self.engine_load
 
+    async def refresh_load(self) -> None:
+        """Nothing to ask."""
+
     def answer(self, request: GenerationRequest) -> list[int]:
         """The tokens up to and with the end, or to `max_tokens`."""
         text = self.text

@@ -168,6 +168,21 @@ async def test_the_load_follows_a_cancel_at_once(fake_factory) -> None:
         assert pool.client.load().running == 0
 
 
+async def test_a_call_that_was_cancelled_for_us_still_sends_the_bus_cancel(fake_factory, monkeypatch) -> None:
+    """Serve cancels the calls of a client that leaves; here that never reaches the engine."""
+    monkeypatch.setattr(Response, "cancel", lambda self: None)
+    async with local_pool(fake_factory(step_s=0.01)) as pool:
+        outputs = pool.client.generate(request(max_tokens=200))
+        await anext(outputs)
+        [call] = pool.client._calls
+        call.cancel()
+        await asyncio.wait([call])
+        assert (await pool.actor.load()).running == 1
+        await outputs.aclose()
+        await asyncio.sleep(0.05)
+        assert (await pool.actor.load()).running == 0
+
+
 @pytest.mark.parametrize("way", ["bus", "call"])
 async def test_either_way_of_cancelling_is_enough(fake_factory, monkeypatch, way: str) -> None:
     async with local_pool(fake_factory(step_s=0.01)) as pool:

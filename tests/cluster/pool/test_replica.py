@@ -87,6 +87,8 @@ async def test_both_transports(fake_factory, undeploy, transport: str) -> None:
     outputs = client.generate(request(max_tokens=200))
     await anext(outputs)
     assert await running(handle) == 1
+    await client.refresh_load()
+    assert client.load().running == 1
     await outputs.aclose()
     await until_idle(handle)
     assert await handle.loaded.remote() == []
@@ -119,6 +121,7 @@ async def test_a_dead_engine_fails_all_calls_and_is_replaced(fake_factory, undep
     await listener.start()
     client = HandlePoolClient(handle, listener, "bus")
     long = asyncio.create_task(tokens(client, request(max_tokens=250)))
+    assert await client.ready()
     await asyncio.sleep(0.3)
     began = time.monotonic()
     with pytest.raises(PoolError, match="died"):
@@ -126,6 +129,7 @@ async def test_a_dead_engine_fails_all_calls_and_is_replaced(fake_factory, undep
     with pytest.raises(PoolError, match="died"):
         await long
     assert time.monotonic() - began < 2.0
+    assert not await client.ready()
     deadline = time.monotonic() + 30
     while True:
         try:
@@ -134,6 +138,7 @@ async def test_a_dead_engine_fails_all_calls_and_is_replaced(fake_factory, undep
         except PoolError:
             assert time.monotonic() < deadline, "the replica was not replaced"
             await asyncio.sleep(0.2)
+    assert await client.ready()
     await listener.close()
 
 

@@ -1,0 +1,106 @@
+"""An engine that is killed; a server that is stopped, and another on its port with the other transport."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = "def fibonacci(n):"
+GREEDY = {"temperature": 0, "max_tokens": 40}
+LONG = {"model": "demo", "prompt": PROMPT, "max_tokens": 1900, "extra_body": {"ignore_eos": True}}
+NOTHING = (0.0, 0.0, 0.0, 0.0)
+# from an engine's death to what its clients are told; a health check a second is the slowest way to notice
+TOLD_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def by_handle(server, new_server) -> Iterator:
+    """`hybridserve serve`, tokens by Serve's own streaming calls, on the port of the server it replaces."""
+    server.start_if_stopped()
+    assert len(server.pids()) > 5
+    # fails when a process is left
+    server.stop()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")
+    command = [str(Path(sys.executable).parent / "hybridserve"), "serve"]
+    other = new_server(command, server.port, token_transport="handle")
+    other.start()
+    yield other
+    other.stop()
+
+
+def streamed(client: openai.OpenAI, prompt: str) -> str:
+    stream = client.completions.create(model="demo", prompt=prompt, stream=True, **GREEDY)
+    return "".join(choice.text for part in stream for choice in part.choices)
+
+
+def kill_the_engine(server, wanted: str) -> None:
+    """Kill it under three streams and a whole answer; all are told, and a new engine says `wanted`."""
+    client = server.client(timeout=60)
+    with ThreadPoolExecutor(1) as threads:
+        streams = [iter(client.completions.create(**LONG, stream=True)) for _ in range(3)]
+        whole = threads.submit(client.completions.create, **LONG)
+        for stream in streams:
+            next(stream)
+        server.seconds_until(lambda occupancy: occupancy[0] == 4)
+        killed = server.engine_pid()
+        os.kill(killed, signal.SIGKILL)
+        began = time.monotonic()
+        for stream in streams:
+            # an event of OpenAI's error shape, not a stream that just ends
+            with pytest.raises(openai.APIError, match="died"):
+                list(stream)
+        with pytest.raises(openai.InternalServerError, match="died") as failed:
+            whole.result()
+    assert failed.value.status_code == 503
+    assert time.monotonic() - began < TOLD_S
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert not server.is_ready()
+    server.wait_until_ready()
+    assert server.engine_pid() != killed
+    whole = client.completions.create(model="demo", prompt=PROMPT, **GREEDY)
+    assert whole.choices[0].text == streamed(client, PROMPT) == wanted
+    server.seconds_until(lambda occupancy: occupancy == NOTHING)
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_killed_engine_is_told_at_once_and_replaced(server, offline) -> None:
+    [[wanted]] = offline([PROMPT], **GREEDY)
+    kill_the_engine(server, wanted.text)
+
+
+def test_after_a_stop_the_same_port_gives_the_same_text_by_the_other_transport(by_handle, offline) -> None:
+    prompts = [PROMPT, "import os\n", "# größer als 数 🎉\n", "class A:\n"]
+    wanted = [answers[0].text for answers in offline(prompts, **GREEDY)]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(streamed, [by_handle.client()] * 4, prompts)) == wanted
+
+
+def test_the_line_that_hybridserve_serve_prints_works(by_handle) -> None:
+    [line] = [line for line in by_handle.log.read_text().splitlines() if line.startswith("curl ")]
+    assert by_handle.url in line
+    answer = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60, check=True)
+    assert '"finish_reason"' in answer.stdout, answer.stdout
+
+
+def test_by_the_handle_a_stream_that_is_closed_frees_its_request(by_handle) -> None:
+    stream = by_handle.client().completions.create(**LONG, stream=True)
+    next(iter(stream))
+    by_handle.seconds_until(lambda occupancy: occupancy[0] == 1 and occupancy[3] > 0)
+    stream.close()
+    assert by_handle.seconds_until(lambda occupancy: occupancy == NOTHING) < 1.0
+
+
+def test_by_the_handle_a_killed_engine_is_told_and_replaced(by_handle, offline) -> None:
+    [[wanted]] = offline([PROMPT], **GREEDY)
+    kill_the_engine(by_handle, wanted.text)
