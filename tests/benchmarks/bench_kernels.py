@@ -1,6 +1,6 @@
 """Time every Triton kernel on one GPU, each behind a green correctness gate, as a table in Markdown.
 
-    python tests/benchmarks/bench_kernels.py [--only REGEX] [--ours-only] [--json out.json]
+    python tests/benchmarks/bench_kernels.py [--only REGEX] [--list] [--ours-only] [--json out.json]
 
 Collects the `cases()` of every module in tests/benchmarks/kernels. Inputs are rotated, so that each call
 finds them cold in the L2; calls are replayed from one CUDA graph, so that launch gaps are small; times are
@@ -81,20 +81,21 @@ def modules() -> list[ModuleType]:
 def time_eagerly(calls: Calls) -> Timing:
     """The time of one call by events around each, for calls that a graph cannot hold."""
     times = []
-    for call in [*calls[:2], *list(calls) * EAGER_ROUNDS]:
+    for call in [*calls, *list(calls) * EAGER_ROUNDS]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3)
-    # the first two compiled and allocated
-    times = times[2:]
+    # the first round compiles and allocates
+    times = times[len(calls) :]
     return Timing(statistics.median(times), min(times), max(times))
 
 
-def time_builder(build: Builder, in_graph: bool = True) -> Timing:
-    timing = time_calls(build()) if in_graph else time_eagerly(build())
+def time_builder(build: Builder, in_graph: bool, warm: bool) -> Timing:
+    calls = build()[:1] if warm else build()
+    timing = time_calls(calls, warm=warm) if in_graph else time_eagerly(calls)
     # the next case wants the memory
     gc.collect()
     torch.cuda.empty_cache()
@@ -102,12 +103,12 @@ def time_builder(build: Builder, in_graph: bool = True) -> Timing:
 
 
 def measure(case: Case, ours_only: bool) -> Result:
-    ours = time_builder(case.calls)
+    ours = time_builder(case.calls, True, case.warm)
     plain = baseline = None
     if case.plain and not ours_only:
-        plain = time_builder(case.plain, case.plain_in_graph).median_us
+        plain = time_builder(case.plain, case.plain_in_graph, case.warm).median_us
     if case.baseline and not ours_only:
-        baseline = time_builder(case.baseline, case.baseline_in_graph).median_us
+        baseline = time_builder(case.baseline, case.baseline_in_graph, case.warm).median_us
     work, us = case.work, ours.median_us
     memory_bound = work.nbytes / H200_BYTES_PER_S * 1e6 >= work.floor_us()
     rate = f"{work.nbytes / us / 1e3:.0f} GB/s" if memory_bound else f"{work.flops / us / 1e6:.0f} TFLOP/s"
@@ -143,14 +144,18 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="regular expression searched in `operator shape`")
+    parser.add_argument("--list", action="store_true", help="name the cases and stop; needs no GPU")
     parser.add_argument("--ours-only", action="store_true", help="do not time plain PyTorch and baselines")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs a GPU")
     chosen = [c for m in modules() for c in m.cases() if re.search(args.only, f"{c.operator} {c.shape}")]
     if not chosen:
         parser.error(f"--only {args.only!r} matches no case")
+    if args.list:
+        print("\n".join(f"{case.operator}: {case.shape}" for case in chosen))
+        return 0
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU")
     about = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,

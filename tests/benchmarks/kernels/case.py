@@ -9,7 +9,7 @@ import this file as `from case import Case`. Knows nothing of any operator.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hybridserve.kernels.testing import Work
+from hybridserve.kernels.testing import Work, rotations
 
 Calls = Sequence[Callable[[], object]]
 """The same operation on different inputs, at least `rotations(bytes of one set)` of them, so that none finds
@@ -41,10 +41,17 @@ class Case:
     plain_in_graph: bool = True
     """False where the plain version synchronises, so that it is timed call by call."""
     baseline: Builder | None = None
-    """The same by another library, where it is installed."""
+    """The same by another library, where it is installed; an empty launch for latencies."""
     baseline_in_graph: bool = True
+    warm: bool = False
+    """Time the first call alone, its inputs left in the L2, as a decode step's activations are."""
 
 
 def goal_at(work: Work, fraction: float) -> float:
     """Microseconds of `work` at `fraction` of the larger ceiling (4.3 TB/s, 790 TFLOP/s of one H200)."""
     return work.floor_us() / fraction
+
+
+def rotated(make: Callable[[], Callable[[], object]], work: Work) -> Calls:
+    """Calls on enough sets of inputs of `work` bytes each; `make` allocates one set and returns its call."""
+    return [make() for _ in range(rotations(work.nbytes))]

@@ -1,0 +1,1 @@
+"""Copies of rows of bytes by index lists: units and pages of the arena."""
