@@ -4,10 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-MAX_BLOCK_C = 1024
+MAX_BLOCK_C = 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["state_indices_ptr", "positions_ptr"])
 def _conv_decode_kernel(
     x_ptr,
     phase_weight_ptr,

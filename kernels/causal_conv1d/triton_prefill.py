@@ -17,10 +17,24 @@ from hybridserve.kernels.varlen import varlen_tables
 
 # the linear attention's chunk, so that a step has one table for both
 CHUNK = 64
-MAX_BLOCK_C = 64
+MAX_BLOCK_C = 512
+NUM_WARPS = 4
+# rows of a chunk that are loaded before the first of them is used
+GROUP = 8
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+# tables of a step, which may start at any element of a larger one
+TABLES = [
+    "cu_seqlens_ptr",
+    "chunk_seqs_ptr",
+    "chunk_ids_ptr",
+    "context_ptr",
+    "state_indices_ptr",
+    "has_initial_ptr",
+]
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=TABLES)
 def _conv_prefill_kernel(
     x_ptr,
     weight_ptr,
@@ -43,8 +57,8 @@ def _conv_prefill_kernel(
     FIRST_END: tl.constexpr,
     SECOND_END: tl.constexpr,
     KERNEL: tl.constexpr,
-    RING_ROWS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_C: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
@@ -54,36 +68,31 @@ def _conv_prefill_kernel(
     channels = first_channel + tl.arange(0, BLOCK_C)
     known = channels < C
     seq = tl.load(chunk_seqs_ptr + chunk)
-    chunk_id = tl.load(chunk_ids_ptr + chunk)
-    start = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
-    length = tl.load(cu_seqlens_ptr + seq + 1) - start
-    local = chunk_id * BLOCK_T + tl.arange(0, BLOCK_T)
-    inside = local < length
+    chunk_start = tl.load(chunk_ids_ptr + chunk) * CHUNK
+    seq_start = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
+    length = tl.load(cu_seqlens_ptr + seq + 1) - seq_start
     unit = tl.load(state_indices_ptr + seq)
     context = tl.load(context_ptr + seq)
     old = (tl.load(has_initial_ptr + seq) != 0) & (unit >= 0)
-    ring = ring_ptr + unit * ring_stride_n
+    ring = ring_ptr + unit * ring_stride_n + channels
+    x = x_ptr + (seq_start + chunk_start) * x_stride + channels
 
-    x_at = x_ptr + (start + local)[:, None] * x_stride + channels[None, :]
-    acc = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
-    for lag in tl.static_range(KERNEL):
-        tap = tl.load(
-            weight_ptr + channels * weight_stride_c + (KERNEL - 1 - lag) * weight_stride_k, known, other=0.0
-        )
-        before = local - lag
-        mask = (inside & (before >= 0))[:, None] & known[None, :]
-        value = tl.load(x_at - lag * x_stride, mask, other=0.0).to(tl.float32)
-        if (lag > 0) & (chunk_id == 0) & old:
-            # of the two loads one is masked off, so the sum is exact, and the order of the taps is the same
-            # wherever a sequence was cut; the ring is zero before position 0
-            column = ((context + KERNEL + before) % KERNEL).to(tl.int64)
-            in_ring = (inside & (before < 0))[:, None] & known[None, :]
-            at = ring + column[:, None] * ring_stride_k + channels[None, :]
-            value += tl.load(at, in_ring, other=0.0).to(tl.float32)
-        acc += value * tap.to(tl.float32)[None, :]
+    # what lies before the chunk, oldest first; the ring is zero before position 0
+    window = ()
+    taps = ()
+    for i in tl.static_range(KERNEL - 1):
+        row = tl.zeros([BLOCK_C], dtype=tl.float32)
+        if chunk_start > 0:
+            row = tl.load(x + (i - (KERNEL - 1)) * x_stride, known, other=0.0).to(tl.float32)
+        elif old:
+            column = (context + i + 1) % KERNEL
+            row = tl.load(ring + column * ring_stride_k, known, other=0.0).to(tl.float32)
+        window = window + (row,)
+    for i in tl.static_range(KERNEL):
+        tap = tl.load(weight_ptr + channels * weight_stride_c + i * weight_stride_k, known, other=0.0)
+        taps = taps + (tap.to(tl.float32),)
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + channels, known, other=0.0).to(tl.float32)[None, :]
-    acc = acc / (1 + tl.exp(-acc))
+        bias = tl.load(bias_ptr + channels, known, other=0.0).to(tl.float32)
 
     # each of up to three parts of the channels is its own dense [T, size], laid end to end
     part_start = 0
@@ -94,22 +103,39 @@ def _conv_prefill_kernel(
     if first_channel >= SECOND_END:
         part_start = SECOND_END
         part_size = C - SECOND_END
-    out = out_ptr + num_tokens.to(tl.int64) * part_start - part_start
-    out_at = out + (start + local)[:, None] * part_size + channels[None, :]
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), inside[:, None] & known[None, :])
+    out = out_ptr + num_tokens.to(tl.int64) * part_start + (channels - part_start)
+    out += (seq_start + chunk_start) * part_size
 
-    if (chunk_id == 0) & (unit >= 0):
+    count = tl.minimum(length - chunk_start, CHUNK).to(tl.int32)
+    for t in range(0, count, GROUP):
+        rows = window
+        for i in tl.static_range(GROUP):
+            # past the end the last row stands in, so that no load waits for a branch
+            at = tl.minimum(t + i, count - 1)
+            rows = rows + (tl.load(x + at * x_stride, known, other=0.0).to(tl.float32),)
+        for i in tl.static_range(GROUP):
+            acc = rows[i + KERNEL - 1] * taps[KERNEL - 1]
+            for lag in tl.static_range(1, KERNEL):
+                acc += rows[i + KERNEL - 1 - lag] * taps[KERNEL - 1 - lag]
+            if HAS_BIAS:
+                acc += bias
+            y = (acc / (1 + tl.exp(-acc))).to(out_ptr.dtype.element_ty)
+            real = channels < tl.where(t + i < count, C, 0)
+            tl.store(out + (t + i) * part_size, y, real)
+        window = rows[GROUP:]
+
+    if (chunk_start == 0) & (unit >= 0):
         # other threads of this program may still be reading the old ring
         tl.debug_barrier()
-        lag_of = tl.arange(0, RING_ROWS)
-        is_new = lag_of < tl.minimum(length, KERNEL)
-        # a column whose position lies before this chunk is right already, or else before position 0
-        written = lag_of < tl.where(old, tl.minimum(length, KERNEL), KERNEL)
-        source = x_ptr + (start + length - 1 - lag_of)[:, None] * x_stride + channels[None, :]
-        last = tl.load(source, is_new[:, None] & known[None, :], other=0.0)
-        column = (context + length - 1 - lag_of + KERNEL) % KERNEL
-        target = ring + column.to(tl.int64)[:, None] * ring_stride_k + channels[None, :]
-        tl.store(target, last.to(ring_ptr.dtype.element_ty), written[:, None] & known[None, :])
+        for lag in tl.static_range(KERNEL):
+            column = (context + length + KERNEL - 1 - lag) % KERNEL
+            if lag < length:
+                last = tl.load(x + (length - 1 - lag) * x_stride, known, other=0.0)
+                tl.store(ring + column * ring_stride_k, last.to(ring_ptr.dtype.element_ty), known)
+            elif old == 0:
+                # before position 0; where there is context, the old column is right already
+                zero = tl.zeros([BLOCK_C], dtype=ring_ptr.dtype.element_ty)
+                tl.store(ring + column * ring_stride_k, zero, known)
 
 
 @lru_cache(maxsize=32)
@@ -218,11 +244,11 @@ def _launch(
             FIRST_END=ends[0],
             SECOND_END=ends[1],
             KERNEL=kernel,
-            RING_ROWS=triton.next_power_of_2(kernel),
-            BLOCK_T=CHUNK,
+            CHUNK=CHUNK,
+            GROUP=GROUP,
             BLOCK_C=block,
             HAS_BIAS=bias is not None,
-            num_warps=4,
+            num_warps=NUM_WARPS,
         )
     parts = out.split([tokens * size for size in sizes])
     return [part.view(tokens, size) for part, size in zip(parts, sizes, strict=True)]

@@ -7,11 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_WORDS = 4096
+BLOCK_WORDS = 1024
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["source_rows_ptr", "target_rows_ptr"])
 def _copy_kernel(
     source_ptr,
     target_ptr,
@@ -80,7 +80,7 @@ def _launch(
             BLOCK=block,
             FROM_LIST=source is not None,
             TO_LIST=target is not None,
-            num_warps=8,
+            num_warps=4,
         )
 
 

@@ -196,4 +196,4 @@ def _tile(dim: int) -> tuple[int, int, int]:
     """(columns, rows, warps) of a program."""
     block = triton.next_power_of_2(dim)
     rows = max(1, TILE // block)
-    return block, rows, min(max(block * rows // 512, 4), 16)
+    return block, rows, 8 if block > 4096 else 4

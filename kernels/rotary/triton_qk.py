@@ -11,10 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-MAX_HEADS = 16
+# query heads of one program
+MAX_HEADS = 4
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["positions_ptr"])
 def _cos_sin_kernel(
     positions_ptr, frequency_ptr, cos_ptr, sin_ptr, num_tokens, HALF: tl.constexpr, TILE: tl.constexpr
 ):
@@ -79,7 +80,7 @@ def _norm_rotate_store(
             tl.store(copy + at + HALF, turned_second, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping_ptr"])
 def _qk_norm_rope_write_kernel(
     qkv_ptr,
     q_weight_ptr,
@@ -112,7 +113,7 @@ def _qk_norm_rope_write_kernel(
     qkv = qkv_ptr + token * qkv_stride
     cos, sin = cos_ptr + token * HALF, sin_ptr + token * HALF
     if group < q_groups:
-        heads = group * Q_ROWS + tl.arange(0, Q_ROWS)
+        q_heads = group * Q_ROWS + tl.arange(0, Q_ROWS)
         q_out = q_out_ptr + token * Q_HEADS * D
         _norm_rotate_store(
             qkv,
@@ -121,8 +122,8 @@ def _qk_norm_rope_write_kernel(
             q_weight_ptr,
             cos,
             sin,
-            heads,
-            heads < Q_HEADS,
+            q_heads,
+            q_heads < Q_HEADS,
             token >= 0,
             eps,
             D,
@@ -132,11 +133,11 @@ def _qk_norm_rope_write_kernel(
             False,
         )
     else:
-        heads = tl.arange(0, KV_ROWS)
-        known = heads < KV_HEADS
+        kv_heads = tl.arange(0, KV_ROWS)
+        known = kv_heads < KV_HEADS
         slot = tl.load(slot_mapping_ptr + token)
         cols = tl.arange(0, BLOCK_D)
-        at = (heads * D)[:, None] + cols[None, :]
+        at = (kv_heads * D)[:, None] + cols[None, :]
         mask = known[:, None] & (cols < D)[None, :]
         if slot >= 0:
             v = tl.load(qkv + K_AT + KV_HEADS * D + at, mask, other=0.0)
@@ -148,7 +149,7 @@ def _qk_norm_rope_write_kernel(
             k_weight_ptr,
             cos,
             sin,
-            heads,
+            kv_heads,
             known,
             slot >= 0,
             eps,
@@ -250,6 +251,6 @@ def qk_norm_rope_write(
             Q_ROWS=q_rows,
             KV_ROWS=triton.next_power_of_2(kv_heads),
             HAS_K_OUT=k_out is not None,
-            num_warps=4,
+            num_warps=2,
         )
     return q_out

@@ -51,7 +51,7 @@ def cases() -> list[Case]:
     return [
         copies("units", UNIT_BYTES, UNIT_STEP, 1),
         copies("units", UNIT_BYTES, UNIT_STEP, 4),
-        copies("pages", PAGE_BYTES, PAGE_STEP, 64),
+        copies("pages", PAGE_BYTES, PAGE_STEP, 99),
     ]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 from case import Calls, Case, goal_at, rotated
-from launch import empty_launches
+from launch import empty_launches, latency_goal
 
 from hybridserve.kernels.activation import cpu, triton_gates
 from hybridserve.kernels.activation.reference import sigmoid_and_mul_reference, silu_and_mul_reference
@@ -12,7 +12,6 @@ from hybridserve.kernels.linear_attention import triton_gdn_gates
 from hybridserve.kernels.linear_attention.cpu import gdn_gates
 from hybridserve.kernels.testing import Work, assert_as_good_as_plain, poisoned_memory
 
-LATENCY_GOAL_US = 3.0
 QKV_ROW = 16 * 256 * 2 + 2 * 4 * 256
 IN_PROJ_ROW = 12352
 
@@ -42,7 +41,7 @@ def silu(tokens: int, size: int, small: bool = False) -> Case:
         work=work,
         calls=lambda: build(triton_gates.silu_and_mul),
         gate=gate,
-        goal_us=LATENCY_GOAL_US if small else goal_at(work, 0.8),
+        goal_us=latency_goal(work) if small else goal_at(work, 0.8),
         plain=lambda: build(cpu.silu_and_mul),
         baseline=empty_launches if small else None,
         warm=small,
@@ -100,13 +99,14 @@ def delta_net(tokens: int, heads: int) -> Case:
         args = inputs()
         return [lambda: function(*args)]
 
+    work = Work(nbytes=12 * tokens * heads)
     return Case(
         operator="gdn_gates",
         shape=f"{tokens} x {heads} bf16",
-        work=Work(nbytes=12 * tokens * heads),
+        work=work,
         calls=lambda: build(triton_gdn_gates.gdn_gates),
         gate=gate,
-        goal_us=5.0,
+        goal_us=latency_goal(work),
         plain=lambda: build(gdn_gates),
         baseline=empty_launches,
         warm=True,

@@ -17,6 +17,11 @@ def empty_launches() -> Calls:
     return [lambda: _empty_kernel[(1,)](tensor)] * 2
 
 
+def latency_goal(work: Work) -> float:
+    """Microseconds that small work may take: an empty launch (1.6), a trip to memory, and the floor."""
+    return 2.5 + work.floor_us()
+
+
 def cases() -> list[Case]:
     return [
         Case(

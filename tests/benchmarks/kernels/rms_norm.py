@@ -4,14 +4,13 @@ from collections.abc import Callable
 
 import torch
 from case import Calls, Case, goal_at, rotated
-from launch import empty_launches
+from launch import empty_launches, latency_goal
 
 from hybridserve.kernels.rms_norm import cpu, triton_norm
 from hybridserve.kernels.rms_norm.reference import rms_norm_gated_reference, rms_norm_reference
 from hybridserve.kernels.testing import Work, assert_as_good_as_plain, poisoned_memory
 
 EPS = 1e-6
-LATENCY_GOAL_US = 3.0
 
 
 def rows(*shape: int) -> torch.Tensor:
@@ -44,7 +43,7 @@ def norm(tokens: int, dim: int, small: bool = False) -> Case:
         work=work,
         calls=lambda: build(triton_norm.rms_norm),
         gate=gate,
-        goal_us=LATENCY_GOAL_US if small else goal_at(work, 0.8),
+        goal_us=latency_goal(work) if small else goal_at(work, 0.8),
         plain=lambda: build(cpu.rms_norm),
         baseline=empty_launches if small else None,
         warm=small,
@@ -81,7 +80,7 @@ def residual(tokens: int, dim: int, small: bool = False) -> Case:
         work=work,
         calls=lambda: build(ours),
         gate=gate,
-        goal_us=LATENCY_GOAL_US if small else goal_at(work, 0.8),
+        goal_us=latency_goal(work) if small else goal_at(work, 0.8),
         plain=lambda: build(plain),
         baseline=empty_launches if small else None,
         warm=small,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from case import Calls, Case, goal_at, rotated
-from launch import empty_launches
+from launch import empty_launches, latency_goal
 
 from hybridserve.kernels.attention.cpu import write_kv
 from hybridserve.kernels.rms_norm.cpu import rms_norm
@@ -99,7 +99,7 @@ def qk(tokens: int, small: bool = False) -> Case:
         work=work,
         calls=lambda: build(Inputs.ours),
         gate=gate,
-        goal_us=4.0 if small else goal_at(work, 0.8),
+        goal_us=latency_goal(work) if small else goal_at(work, 0.8),
         plain=lambda: build(Inputs.plain),
         baseline=empty_launches if small else None,
         warm=small,
@@ -121,13 +121,14 @@ def angles(tokens: int) -> Case:
         at = torch.arange(tokens, device="cuda") + positions
         return [lambda: function(at, ROTARY_DIM, THETA)]
 
+    work = Work(nbytes=tokens * (8 + 4 * ROTARY_DIM))
     return Case(
         operator="rotary_cos_sin",
         shape=f"{tokens} tokens, {ROTARY_DIM} dims",
-        work=Work(nbytes=tokens * (8 + 4 * ROTARY_DIM)),
+        work=work,
         calls=lambda: build(triton_qk.rotary_cos_sin),
         gate=gate,
-        goal_us=5.0,
+        goal_us=latency_goal(work),
         plain=lambda: build(cpu.rotary_cos_sin),
         baseline=empty_launches,
         warm=True,
