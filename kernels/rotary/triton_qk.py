@@ -174,7 +174,7 @@ def rotary_cos_sin(
     """positions int64 [T] -> (cos, sin), fp32 [T, rotary_dim // 2].
 
     The angles are fp32 products of position and fp32 frequency, as checkpoints were trained with; at large
-    positions exact angles would differ from those.
+    positions exact angles would differ from those. Capturable in a CUDA graph, once called for this theta.
     """
     half = rotary_dim // 2
     tokens = positions.shape[0]
