@@ -21,7 +21,8 @@ L2_BYTES = 60 * 2**20
 
 def relative_error(out: torch.Tensor, truth: torch.Tensor) -> float:
     """|out - truth| / |truth| in fp64, Euclidean norms; inf where either holds a NaN."""
-    out, truth = out.detach().double().cpu(), truth.detach().double().cpu()
+    truth = truth.detach().double()
+    out = out.detach().to(truth.device, torch.float64)
     error = (out - truth).norm() / truth.norm().clamp(min=torch.finfo(torch.float64).tiny)
     return float("inf") if torch.isnan(error) else error.item()
 

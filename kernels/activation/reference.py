@@ -8,3 +8,8 @@ def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     size = gate_up.shape[-1] // 2
     gate, up = gate_up[..., :size], gate_up[..., size:]
     return gate / (1 + torch.exp(-gate)) * up
+
+
+def sigmoid_and_mul_reference(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(gate), of one shape."""
+    return x / (1 + torch.exp(-gate))

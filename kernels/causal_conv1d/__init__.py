@@ -1,9 +1,6 @@
 """Causal depthwise convolution over time with silu, with the last inputs of a sequence kept in a ring."""
 
-from hybridserve.kernels.causal_conv1d.cpu import (
-    causal_conv1d_decode,
-    causal_conv1d_prefill,
-    make_phase_weight,
-)
+from hybridserve.kernels.causal_conv1d.cpu import make_phase_weight
+from hybridserve.kernels.causal_conv1d.dispatch import causal_conv1d_decode, causal_conv1d_prefill
 
 __all__ = ["causal_conv1d_decode", "causal_conv1d_prefill", "make_phase_weight"]

@@ -1,5 +1,5 @@
-"""Root-mean-square norms: plain, zero-centred, and gated."""
+"""Root-mean-square norms: plain, zero-centred, after a residual add, and gated."""
 
-from hybridserve.kernels.rms_norm.cpu import rms_norm, rms_norm_gated
+from hybridserve.kernels.rms_norm.dispatch import rms_norm, rms_norm_gated, rms_norm_residual
 
-__all__ = ["rms_norm", "rms_norm_gated"]
+__all__ = ["rms_norm", "rms_norm_gated", "rms_norm_residual"]

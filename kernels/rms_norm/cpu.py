@@ -14,6 +14,14 @@ def rms_norm(
     return out.to(x.dtype)
 
 
+def rms_norm_residual(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(h), h) with h = x + residual, rounded to their dtype before it is normed."""
+    total = x + residual
+    return rms_norm(total, weight, eps, zero_centered=zero_centered), total
+
+
 def rms_norm_gated(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """weight * norm(x) and then * silu(gate): x, gate [..., D], weight [D] plain. In the dtype of x."""
     normed = _normalise(x.float(), eps).mul_(weight.float())

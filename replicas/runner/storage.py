@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hybridserve.kernels.copies import copy_rows, gather_rows, scatter_rows
 from hybridserve.replicas.arena.arena import Copies
 from hybridserve.replicas.arena.layout import STATE_ALIGN, STATE_BYTES, ArenaLayout
 from hybridserve.replicas.models.batch import KVCache, LayerCache, StateCache
@@ -35,18 +36,30 @@ class ArenaStorage:
         self._units = self._windows(self.buffer, 0, (unit_bytes,), STATE_ALIGN) if unit_bytes else None
 
     def copy(self, copies: Copies) -> None:
-        """Move evacuated pages and units: all sources are gathered before any destination is written."""
-        pending = []
-        for windows, pairs, row in (
-            (self._pages, copies.pages, int),
-            (self._units, copies.units, self.layout.state_index),
-        ):
-            if pairs:
-                assert windows is not None
-                source, target = zip(*((row(src), row(dst)) for src, dst in pairs), strict=True)
-                pending.append((windows, self._index(target), windows[self._index(source)]))
-        for windows, target, rows in pending:
-            windows[target] = rows
+        """Move evacuated pages and units, as if every source was read before any destination is written."""
+        moves = [
+            (windows, *zip(*((row(src), row(dst)) for src, dst in pairs), strict=True))
+            for windows, pairs, row in (
+                (self._pages, copies.pages, int),
+                (self._units, copies.units, self.layout.state_index),
+            )
+            if pairs
+        ]
+        sources, targets = (self._extents_of(moves, side) for side in (1, 2))
+        indexed = [(windows, self._index(source), self._index(target)) for windows, source, target in moves]
+        if sources.isdisjoint(targets):
+            for windows, source, target in indexed:
+                copy_rows(windows, source, target)
+            return
+        gathered = [gather_rows(windows, source) for windows, source, _ in indexed]
+        for (windows, _, target), rows in zip(indexed, gathered, strict=True):
+            scatter_rows(windows, target, rows)
+
+    def _extents_of(
+        self, moves: Sequence[tuple[torch.Tensor, Sequence[int], Sequence[int]]], side: int
+    ) -> set[int]:
+        """The extents that the rows of one side of `moves` lie in; a row never crosses two."""
+        return {row * move[0].stride(0) // self.layout.extent_bytes for move in moves for row in move[side]}
 
     def _views(self, mixers: Sequence[MixerSpec], dtype: torch.dtype) -> tuple[LayerCache, ...]:
         caches: list[LayerCache] = []
@@ -97,4 +110,7 @@ class ArenaStorage:
         return flat.as_strided((count, *shape), (step, *strides), offset)
 
     def _index(self, rows: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(rows, dtype=torch.int64, device=self.buffer.device)
+        index = torch.tensor(rows, dtype=torch.int64)
+        if self.buffer.is_cuda:
+            return index.pin_memory().to(self.buffer.device, non_blocking=True)
+        return index
