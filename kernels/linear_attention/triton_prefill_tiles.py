@@ -1,7 +1,7 @@
 """What a chunk of linear attention needs whatever its state is, for all chunks at once, in Triton.
 
 For every chunk and value head: the inverse T of the delta rule's triangle, the scores P of q against k with
-the decay between them, and the factors of its rows. Knows nothing of states; `triton_prefill_scan` reads this.
+the decay between them, and the factors of its rows. Knows nothing of states: the serial passes read this.
 """
 
 import triton
@@ -9,44 +9,48 @@ import triton.language as tl
 
 # a decay of e^-100 is zero in every dtype of ours; the bound keeps sums of log decays small, and so exact
 MIN_LOG_DECAY = tl.constexpr(-100.0)
+LOG2_E = tl.constexpr(1.4426950408889634)
 L2_EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
-def unit_lower_inverse(a, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + a)^-1 for a strictly lower triangular fp32 [C, C], C a power of two from 16 on.
+def unit_lower_inverse(a, C: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 for fp32 a [C, C], of which the strictly lower triangle is read; C 16, 32 or 64.
 
-    The 16 x 16 blocks on the diagonal by substitution, all at once; then pairs of blocks merge, as
+    The 8 x 8 blocks on the diagonal by substitution, all at once; then pairs of blocks merge, as
     [[X, 0], [-Y a X, Y]] inverts [[X^-1, 0], [a, Y^-1]], until one is left. Powers of a would cancel badly
-    where keys are alike.
+    where keys are alike. DOT: dtype of the operands of merges.
     """
-    N: tl.constexpr = C // 16
+    N: tl.constexpr = C // 8
     block = tl.arange(0, N)
-    i = tl.arange(0, 16)
+    i = tl.arange(0, 8)
     same = block[:, None, None, None] == block[None, None, :, None]
-    diagonal = tl.sum(tl.where(same, tl.reshape(a, [N, 16, N, 16]), 0.0), 2)
+    diagonal = tl.sum(tl.where(same, tl.reshape(a, [N, 8, N, 8]), 0.0), 2)
+    diagonal = tl.where((i[:, None] > i[None, :])[None, :, :], diagonal, 0.0)
     eye = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    x = tl.broadcast_to(eye[None, :, :], [N, 16, 16])
-    for j in range(15):
+    x = tl.broadcast_to(eye[None, :, :], [N, 8, 8])
+    for j in tl.static_range(7):
         column = tl.sum(tl.where(i[None, None, :] == j, diagonal, 0.0), 2)
         row = tl.sum(tl.where(i[None, :, None] == j, x, 0.0), 1)
         x -= column[:, :, None] * row[:, None, :]
     inverse = tl.reshape(tl.where(same, x[:, :, None, :], 0.0), [C, C])
+    inverse = _merge(inverse, a, C, 8, DOT, PRECISION)
     if C > 16:
-        inverse = _merge(inverse, a, C, 16, PRECISION)
+        inverse = _merge(inverse, a, C, 16, DOT, PRECISION)
     if C > 32:
-        inverse = _merge(inverse, a, C, 32, PRECISION)
+        inverse = _merge(inverse, a, C, 32, DOT, PRECISION)
     return inverse
 
 
 @triton.jit
-def _merge(inverse, a, C: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+def _merge(inverse, a, C: tl.constexpr, SIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """Inverse of the diagonal blocks of 2 SIZE from `inverse`, that of the diagonal blocks of SIZE."""
     i = tl.arange(0, C)
     row, column = i[:, None] // SIZE, i[None, :] // SIZE
-    between = tl.where((row % 2 == 1) & (column == row - 1), a, 0.0)
-    right = tl.dot(between, inverse, input_precision=PRECISION)
-    return inverse - tl.dot(inverse, right, input_precision=PRECISION)
+    between = tl.where((row % 2 == 1) & (column == row - 1), a, 0.0).to(DOT)
+    operand = inverse.to(DOT)
+    right = tl.dot(between, operand, input_precision=PRECISION).to(DOT)
+    return inverse - tl.dot(operand, right, input_precision=PRECISION)
 
 
 @triton.jit
@@ -80,7 +84,6 @@ def head_tiles_kernel(
     k_stride,
     HK: tl.constexpr,
     HV: tl.constexpr,
-    HEADS: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
@@ -89,24 +92,22 @@ def head_tiles_kernel(
     L2NORM: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
-    INVERSE_PRECISION: tl.constexpr,
+    INVERSE_DOT: tl.constexpr,
     WIDE_SUMS: tl.constexpr,
 ):
-    """One chunk, one key head, HEADS of its value heads; decay per head or none.
+    """One chunk, one value head; decay per head or none.
 
     inverses, scores: [tiles, HV, C, C], T diag(beta) and P. factors: fp32 [tiles, HV, 4, C], by which rows
     of q S, of k S and of k on its way into S are multiplied; and in [3, 0] the decay of the whole chunk.
     """
-    PARTS: tl.constexpr = HV // HEADS
-    chunk = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
-    key_head = part * HEADS // (HV // HK)
+    chunk = tl.program_id(0) // HV
+    head = tl.program_id(0) % HV
     start, length, tile = _place(chunk, cu_seqlens, chunk_seqs, chunk_ids, C)
     i = tl.arange(0, C)
     channel = tl.arange(0, BK)
     present = i < length
     mask = present[:, None] & (channel[None, :] < K)
-    place = key_head * K + channel[None, :]
+    place = head // (HV // HK) * K + channel[None, :]
     k_tile = tl.load(k + (start + i)[:, None] * k_stride + place, mask=mask, other=0.0)
     q_tile = tl.load(q + (start + i)[:, None] * q_stride + place, mask=mask, other=0.0)
     k_factor = tl.full([C], 1.0, tl.float32)
@@ -117,44 +118,41 @@ def head_tiles_kernel(
         q_factor = tl.rsqrt(tl.sum(q_wide * q_wide, 1) + L2_EPS) * scale
     k_tile, q_tile = k_tile.to(DOT), q_tile.to(DOT)
     k_turned = tl.trans(k_tile)
-    qk = tl.dot(q_tile, k_turned, input_precision=PRECISION) * q_factor[:, None] * k_factor[None, :]
+    lower = i[:, None] >= i[None, :]
+    at_token = (start + i) * HV + head
+    tile_head = tile * HV + head
+    row = factors + tile_head * 4 * C + i
+    if HAS_G:
+        log_decay = tl.load(g + at_token, mask=present, other=0.0).to(tl.float32)
+        log_decay = tl.maximum(log_decay, MIN_LOG_DECAY)
+        if WIDE_SUMS:
+            log_decay = log_decay.to(tl.float64)
+        log_decay *= LOG2_E
+        total = tl.cumsum(log_decay, 0)
+        whole = tl.sum(log_decay, 0)
+        away = (total[:, None] - total[None, :]).to(tl.float32)
+        between = tl.exp2(tl.where(lower, away, float("-inf")))
+        into = tl.exp2(total.to(tl.float32))
+        out_of = tl.exp2((whole - total).to(tl.float32))
+        tl.store(factors + tile_head * 4 * C + 3 * C, tl.exp2(whole.to(tl.float32)))
+    else:
+        between = tl.where(lower, 1.0, 0.0)
+        into = tl.full([C], 1.0, tl.float32)
+        out_of = into
+        tl.store(factors + tile_head * 4 * C + 3 * C, 1.0)
+    tl.store(row, q_factor * into)
+    tl.store(row + C, k_factor * into)
+    tl.store(row + 2 * C, k_factor * out_of)
+    square = tile_head * C * C + i[:, None] * C + i[None, :]
+    qk = tl.dot(q_tile, k_turned, input_precision=PRECISION)
+    tl.store(scores + square, (qk * between * q_factor[:, None] * k_factor[None, :]).to(DOT))
     if DELTA:
-        kk = tl.dot(k_tile, k_turned, input_precision=PRECISION) * k_factor[:, None] * k_factor[None, :]
-    for n in range(HEADS):
-        head = part * HEADS + n
-        tile_head = tile * HV + head
-        square = tile_head * C * C + i[:, None] * C + i[None, :]
-        at_token = (start + i) * HV + head
-        lower = i[:, None] >= i[None, :]
-        if HAS_G:
-            log_decay = tl.load(g + at_token, mask=present, other=0.0).to(tl.float32)
-            log_decay = tl.maximum(log_decay, MIN_LOG_DECAY)
-            if WIDE_SUMS:
-                log_decay = log_decay.to(tl.float64)
-            total = tl.cumsum(log_decay, 0)
-            whole = tl.sum(log_decay, 0)
-            between = tl.exp(
-                tl.where(lower, (total[:, None] - total[None, :]).to(tl.float32), float("-inf"))
-            )
-            into = tl.exp(total.to(tl.float32))
-            out_of = tl.exp((whole - total).to(tl.float32))
-            tl.store(factors + tile_head * 4 * C + 3 * C, tl.exp(whole.to(tl.float32)))
-        else:
-            between = tl.where(lower, 1.0, 0.0)
-            into = tl.full([C], 1.0, tl.float32)
-            out_of = into
-            tl.store(factors + tile_head * 4 * C + 3 * C, 1.0)
-        row = factors + tile_head * 4 * C + i
-        tl.store(row, q_factor * into)
-        tl.store(row + C, k_factor * into)
-        tl.store(row + 2 * C, k_factor * out_of)
-        tl.store(scores + square, (qk * between).to(DOT))
-        if DELTA:
-            b = tl.load(beta + at_token, mask=present, other=0.0).to(tl.float32)
-            a = tl.where(i[:, None] > i[None, :], kk * between * b[:, None], 0.0)
-            inverse = unit_lower_inverse(a, C, INVERSE_PRECISION)
-            # read again as a row: turning b around would cost more
-            tl.store(inverses + square, (inverse * b[None, :]).to(DOT))
+        b = tl.load(beta + at_token, mask=present, other=0.0).to(tl.float32)
+        kk = tl.dot(k_tile, k_turned, input_precision=PRECISION)
+        # (I + diag(b) A)^-1 diag(b) = diag(b) (I + A diag(b))^-1
+        a = kk * between * k_factor[:, None] * (k_factor * b)[None, :]
+        inverse = unit_lower_inverse(a, C, INVERSE_DOT, PRECISION)
+        tl.store(inverses + square, (inverse * b[:, None]).to(DOT))
 
 
 @triton.jit
@@ -212,13 +210,13 @@ def channel_tiles_kernel(
     L2NORM: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
-    INVERSE_PRECISION: tl.constexpr,
+    INVERSE_DOT: tl.constexpr,
     WIDE_SUMS: tl.constexpr,
 ):
     """One chunk, one value head, decay per key channel; C = 2 ** LEVELS.
 
-    inverses, scores as in `head_tiles_kernel`. q_in, k_in, k_out: [T, HV, K], normalised, with the decay since
-    the chunk's start (q, k) and to its end (k) folded in. decays: fp32 [tiles, HV, K], of the whole chunk.
+    inverses, scores as in `head_tiles_kernel`. q_in, k_in, k_out: [T, HV, K], normalised, with the decay
+    since the chunk's start (q, k) and to its end (k) folded in. decays: fp32 [tiles, HV, K], of all of it.
     """
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
@@ -257,5 +255,5 @@ def channel_tiles_kernel(
     tl.store(scores + square, qk.to(DOT))
     if DELTA:
         b = tl.load(beta + (start + i) * HV + head, mask=present, other=0.0).to(tl.float32)
-        inverse = unit_lower_inverse(kk * b[:, None], C, INVERSE_PRECISION)
+        inverse = unit_lower_inverse(kk * b[:, None], C, INVERSE_DOT, PRECISION)
         tl.store(inverses + square, (inverse * b[None, :]).to(DOT))
