@@ -30,6 +30,24 @@ def _part_start(part, count, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _factors(factor_tiles, row, C: tl.constexpr, STAGES: tl.constexpr):
+    """What to multiply by: what q reads of the state, what k reads of it, and k on its way into it.
+
+    One load, taken apart in registers; but with two stages its fourth row would cost a processor its second
+    program, by 52 bytes of shared memory.
+    """
+    if STAGES == 2:
+        q_in = tl.reshape(factor_tiles.load([row, 0]), [C])
+        k_in = tl.reshape(factor_tiles.load([row + 1, 0]), [C])
+        k_out = tl.reshape(factor_tiles.load([row + 2, 0]), [C])
+    else:
+        even, odd = tl.split(tl.reshape(tl.trans(factor_tiles.load([row, 0])), [C, 2, 2]))
+        q_in, k_out = tl.split(even)
+        k_in, _ = tl.split(odd)
+    return q_in, k_in, k_out
+
+
+@triton.jit
 def _update(s_dot, k_tile, inverse, v_tile, k_in, k_out, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """The chunk's updates u, turned, [BV, C]; and with the decays to its end, as they enter the state."""
     read = tl.dot(s_dot, tl.trans(k_tile), input_precision=PRECISION) * k_in[None, :]
@@ -99,7 +117,7 @@ def delta_scan_kernel(
     out_tiles = tl.make_tensor_descriptor(out, [end, HV * V], [HV * V, 1], [C, BV])
     inverse_tiles = tl.make_tensor_descriptor(inverses, [last_tile * C, C], [C, 1], [C, C])
     score_tiles = tl.make_tensor_descriptor(scores, [last_tile * C, C], [C, 1], [C, C])
-    factor_tiles = tl.make_tensor_descriptor(factors, [last_tile * 4, C], [C, 1], [4, C])
+    factor_tiles = tl.make_tensor_descriptor(factors, [last_tile * 4, C], [C, 1], [1 if STAGES == 2 else 4, C])
     value = split * BV + tl.arange(0, BV)
     in_state = (head * V + value[:, None]) * K + tl.arange(0, K)[None, :]
     known = value < tl.load(has_initial_state + seq).to(tl.int32) * V
@@ -112,9 +130,7 @@ def delta_scan_kernel(
             k_tile = k_tiles.load([token, key_column])
             inverse = inverse_tiles.load([tile * C, 0])
             v_tile = v_tiles.load([token, value_column])
-            even, odd = tl.split(tl.reshape(tl.trans(factor_tiles.load([tile * 4, 0])), [C, 2, 2]))
-            _, k_out = tl.split(even)
-            k_in, _ = tl.split(odd)
+            _, k_in, k_out = _factors(factor_tiles, tile * 4, C, STAGES)
             decay = tl.load(factors + (tile * 4 + 3).to(tl.int64) * C)
             _, written = _update(s.to(DOT), k_tile, inverse, v_tile, k_in, k_out, DOT, PRECISION)
             s = tl.dot(written, k_tile, s * decay, input_precision=PRECISION)
@@ -127,10 +143,7 @@ def delta_scan_kernel(
         q_tile = q_tiles.load([token, key_column])
         score = score_tiles.load([tile * C, 0])
         v_tile = v_tiles.load([token, value_column])
-        # one load of all rows of factors, taken apart in registers
-        even, odd = tl.split(tl.reshape(tl.trans(factor_tiles.load([tile * 4, 0])), [C, 2, 2]))
-        q_in, k_out = tl.split(even)
-        k_in, _ = tl.split(odd)
+        q_in, k_in, k_out = _factors(factor_tiles, tile * 4, C, STAGES)
         decay = tl.load(factors + (tile * 4 + 3).to(tl.int64) * C)
         s_dot = s.to(DOT)
         u, written = _update(s_dot, k_tile, inverse, v_tile, k_in, k_out, DOT, PRECISION)
