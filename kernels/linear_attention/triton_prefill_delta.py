@@ -7,8 +7,10 @@ fill the GPU is worked on by several programs a head.
 import triton
 import triton.language as tl
 
+from hybridserve.kernels.linear_attention.triton_prefill_tiles import TABLES
 
-@triton.jit
+
+@triton.jit(do_not_specialize_on_alignment=TABLES)
 def copy_states_kernel(
     state, copies, state_indices, has_initial_state, state_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -56,7 +58,7 @@ def _update(s_dot, k_tile, inverse, v_tile, k_in, k_out, DOT: tl.constexpr, PREC
     return u, (u * k_out[None, :]).to(DOT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=TABLES)
 def delta_scan_kernel(
     q,
     k,
@@ -117,7 +119,9 @@ def delta_scan_kernel(
     out_tiles = tl.make_tensor_descriptor(out, [end, HV * V], [HV * V, 1], [C, BV])
     inverse_tiles = tl.make_tensor_descriptor(inverses, [last_tile * C, C], [C, 1], [C, C])
     score_tiles = tl.make_tensor_descriptor(scores, [last_tile * C, C], [C, 1], [C, C])
-    factor_tiles = tl.make_tensor_descriptor(factors, [last_tile * 4, C], [C, 1], [1 if STAGES == 2 else 4, C])
+    factor_tiles = tl.make_tensor_descriptor(
+        factors, [last_tile * 4, C], [C, 1], [1 if STAGES == 2 else 4, C]
+    )
     value = split * BV + tl.arange(0, BV)
     in_state = (head * V + value[:, None]) * K + tl.arange(0, K)[None, :]
     known = value < tl.load(has_initial_state + seq).to(tl.int32) * V

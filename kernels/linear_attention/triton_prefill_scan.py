@@ -6,8 +6,10 @@ Reads what `triton_prefill_tiles` made of each chunk; reads and writes states in
 import triton
 import triton.language as tl
 
+from hybridserve.kernels.linear_attention.triton_prefill_tiles import TABLES
 
-@triton.jit
+
+@triton.jit(do_not_specialize_on_alignment=TABLES)
 def scan_kernel(
     q,
     k,

@@ -10,6 +10,8 @@ import triton.language as tl
 # a decay of e^-100 is zero in every dtype of ours; the bound keeps sums of log decays small, and so exact
 MIN_LOG_DECAY = tl.constexpr(-100.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
+# tables lie wherever the lengths of a step put them: no variant for every alignment
+TABLES = ("cu_seqlens", "chunk_seqs", "chunk_ids", "state_indices", "has_initial_state")
 L2_EPS = tl.constexpr(1e-6)
 
 
@@ -67,7 +69,7 @@ def _place(chunk, cu_seqlens, chunk_seqs, chunk_ids, C: tl.constexpr):
     return start.to(tl.int64), length, (first // C + seq + number).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=TABLES)
 def head_tiles_kernel(
     q,
     k,
@@ -182,7 +184,7 @@ def _add_products(
     return qk, kk
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=TABLES)
 def channel_tiles_kernel(
     q,
     k,

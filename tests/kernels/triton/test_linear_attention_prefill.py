@@ -165,20 +165,21 @@ def test_lengths(length, device):
 @pytest.mark.parametrize("beta", [True, False])
 @pytest.mark.parametrize("decay", ["head", "channel", "none"])
 def test_families(decay, beta, dtype, device):
-    dims = (2, 4, 128, 128) if CUDA else (1, 2, 32, 32)
+    dims = (1, 2, 32, 32)
+    if CUDA:
+        dims = (2, 4, 128, 128) if dtype == torch.bfloat16 else (2, 4, 64, 64)
     check(make_inputs(sum(RAGGED), dims, device, dtype, decay, beta), RAGGED)
 
 
 @pytest.mark.parametrize("decay", ["head", "channel"])
 @pytest.mark.parametrize(
     "dims",
-    [(2, 2, 64, 32), (1, 3, 48, 40), (1, 8, 256, 64), (2, 4, 96, 192), (4, 4, 32, 256), (2, 6, 128, 64)]
+    [(2, 2, 64, 32), (1, 3, 48, 40), (1, 8, 256, 64), (2, 4, 96, 192), (4, 4, 64, 256), (2, 6, 128, 64)]
     if CUDA
     else [(1, 3, 48, 40)],
 )
 def test_head_sizes(dims, decay, device):
     check(make_inputs(sum(RAGGED), dims, device, DTYPES[0], decay), RAGGED)
-    check(make_inputs(sum(RAGGED), dims, device, torch.float32, decay), RAGGED)
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0])
@@ -195,7 +196,7 @@ def test_extreme_gates(decay, g, beta, device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("decay", ["head", "channel"])
 def test_weak_decay_after_strong(decay, dtype, device):
-    dims, length = ((2, 4, 128, 128), 256) if CUDA else ((1, 1, 32, 32), 64)
+    dims, length = ((2, 4, 64, 64), 256) if CUDA else ((1, 1, 32, 32), 64)
     inputs = make_inputs(length, dims, device, dtype, decay)
     g = torch.where(torch.rand_like(inputs.g) < 0.3, -100.0, -1e-3)
     g[length // 2 + 1] = -torch.inf
@@ -204,7 +205,7 @@ def test_weak_decay_after_strong(decay, dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_alike_keys_do_not_cancel(dtype, device):
-    dims, length = ((2, 4, 128, 128), 256) if CUDA else ((1, 1, 32, 32), 64)
+    dims, length = ((2, 4, 64, 64), 256) if CUDA else ((1, 1, 32, 32), 64)
     inputs = make_inputs(length, dims, device, dtype, "none")
     k = inputs.k[:1].expand_as(inputs.k).contiguous()
     check(replace(inputs, k=k, beta=torch.ones_like(inputs.beta)), (length,))
@@ -305,6 +306,45 @@ def test_states_may_be_bf16(device):
     same = prefill.linear_attention_prefill(*inputs.fields(), wide, index, known, (length,))
     assert torch.equal(out, same)
     assert relative_error(state, wide) <= torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_states_behind_more_than_2_to_the_31_numbers(device):
+    dims, lens, step = (2, 4, 128, 128), (100, 70), 65536
+    inputs = make_inputs(sum(lens), dims, device, torch.bfloat16)
+    initial, known = torch.randn(2, 4, 128, 128, device=device), [True, True]
+    out, states = run(inputs, lens, initial, known)
+    count = 2**31 // step + 3
+    state = torch.empty(count * step, device=device).as_strided((count, 4, 128, 128), (step, 16384, 128, 1))
+    indices = torch.tensor([count - 1, count - 2], device=device)
+    state[indices] = initial
+    has_initial_state = torch.tensor(known, device=device)
+    far = prefill.linear_attention_prefill(*inputs.fields(), state, indices, has_initial_state, lens)
+    assert torch.equal(far, out)
+    assert torch.equal(state[indices], states)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_lengths_compile_nothing_new(device):
+    kernels = (prefill.head_tiles_kernel, prefill.delta_scan_kernel, prefill.copy_states_kernel)
+
+    def variants() -> int:
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    def step(*lens: int) -> None:
+        inputs = make_inputs(sum(lens), HEAD, device, torch.bfloat16)
+        state = torch.zeros(len(lens), 32, 128, 128, device=device)
+        indices = torch.arange(len(lens), device=device)
+        prefill.linear_attention_prefill(*inputs.fields(), state, indices, indices < 0, lens)
+
+    # one program a head, or two; two sequences, or many
+    step(64)
+    step(64, 64)
+    step(64, 64, 64)
+    before = variants()
+    for lens in [(1,), (16,), (17, 3), (64, 1, 5), (1000,), (16,) * 5, (1,) * 16, (0, 3, 0, 128), (4096, 7)]:
+        step(*lens)
+    assert variants() == before
 
 
 @pytest.mark.parametrize(("chunk", "lens"), [(64, (100,)), (16, (70, 0, 16, 3)), (16, (100,))])
