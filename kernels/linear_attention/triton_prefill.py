@@ -82,8 +82,8 @@ def linear_attention_prefill(
     """The recurrence of `linear_attention_reference` over S sequences laid end to end, chunk by chunk.
 
     q, k: [T, Hk, K]; v: [T, Hv, V], of one dtype (bf16, fp16, fp32), K and V of 16 to 256; views whose tokens
-        lie further apart, such as slices of one projection, are taken as they are where 16 bytes divide
-        their first address and step. Value head h reads key head h // (Hv // Hk).
+        lie further apart, such as slices of one projection, are taken as they are (fastest where 16 bytes
+        divide their first address and step). Value head h reads key head h // (Hv // Hk).
     g: log decay <= 0, [T, Hv] per head, [T, Hv, K] per key channel, or None for no decay.
     beta: [T, Hv], or None for no delta rule. Both fp32, contiguous.
     state: fp32 or bf16 [N, Hv, V, K], rows `state_indices` (int64 [S], distinct) are updated in place; rows
@@ -111,7 +111,7 @@ def linear_attention_prefill(
     scale = key_dim**-0.5 if scale is None else scale
     call = _Call(tables, tiling, chunk, num_v_heads, scale, qk_l2norm)
     tiles = (_channel_tiles if per_channel else _head_tiles)(q, k, g, beta, call)
-    serial = _delta_scan if tiling.tma else _scan
+    serial = _delta_scan if tiling.tma and _whole_lines(q, k, v) else _scan
     serial(tiles, v, out, state, state_indices, has_initial_state, call, beta is not None)
     return out
 
@@ -321,6 +321,11 @@ def _delta_scan(
         STAGES=3 if programs * parts <= processors else 2,
         num_warps=4,
     )
+
+
+def _whole_lines(*tensors: torch.Tensor) -> bool:
+    """Whether the TMA unit can read these: first addresses and steps are multiples of 16 bytes."""
+    return all(x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 for x in tensors)
 
 
 @lru_cache(maxsize=8)
