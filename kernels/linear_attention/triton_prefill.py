@@ -32,7 +32,7 @@ class Tiling:
         """fp16 has too small a range for states: its tiles are multiplied as fp32, in three tf32 products."""
         if dtype == torch.bfloat16:
             tma = delta and not per_channel and key_dim in (64, 128) and v_dim % 64 == 0
-            chunk = 32 if per_channel or key_dim > 128 else 64
+            chunk = 64 >> (per_channel + (key_dim > 128))
             value_block = 32 if key_dim > 128 or v_dim <= 32 else 64
             return cls(chunk, value_block, tl.bfloat16, "tf32", tma)
         precision = "ieee" if dtype == torch.float32 else "tf32x3"
