@@ -14,11 +14,14 @@ import triton.language as tl
 
 from hybridserve.kernels.attention.triton_prefill import load_rows
 
+WARPS = 4
+
 
 @triton.jit
-def _split_tokens(lens, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Tokens of one split of rows of these lengths: at least MIN_SPLIT, and at most MAX_SPLITS splits."""
-    return tl.maximum(tl.cdiv(tl.cdiv(lens, MAX_SPLITS), MIN_SPLIT) * MIN_SPLIT, MIN_SPLIT)
+def _split_tokens(lens, BLOCK_N: tl.constexpr, MAX_SPLITS: tl.constexpr, AIM: tl.constexpr):
+    """Tokens of one split of rows of these lengths: AIM splits a row, of 128 to 1,024 tokens if possible."""
+    tokens = tl.minimum(tl.maximum(tl.cdiv(lens, AIM), 128), 1024)
+    return tl.cdiv(tl.maximum(tokens, tl.cdiv(lens, MAX_SPLITS)), BLOCK_N) * BLOCK_N
 
 
 @triton.jit(do_not_specialize=["num_rows", "window", "table_stride"])
@@ -51,8 +54,8 @@ def _decode_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    AIM: tl.constexpr,
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -62,7 +65,7 @@ def _decode_kernel(
     if WINDOW:
         lens = tl.minimum(lens, window)
     # item i is split i - (ends of the rows before) of the row it falls in
-    ends = tl.cumsum(tl.cdiv(lens, _split_tokens(lens, MIN_SPLIT, MAX_SPLITS)), 0)
+    ends = tl.cumsum(tl.cdiv(lens, _split_tokens(lens, BLOCK_N, MAX_SPLITS, AIM)), 0)
     num_items = tl.max(ends, 0) * HKV
     heads = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
@@ -77,45 +80,50 @@ def _decode_kernel(
         first = 0
         if WINDOW:
             first = tl.maximum(seq_len - window, 0)
-        tokens = _split_tokens(seq_len - first, MIN_SPLIT, MAX_SPLITS)
+        tokens = _split_tokens(seq_len - first, BLOCK_N, MAX_SPLITS, AIM)
         splits = tl.cdiv(seq_len - first, tokens)
         start = first + split * tokens
         end = tl.minimum(start + tokens, seq_len)
 
         row = row.to(tl.int64)
-        head_mask = (heads < GROUP)[:, None] & (dims < D)[None, :]
+        head_mask = (heads < GROUP)[None, :] & (dims < D)[:, None]
         q_heads = kv_head * GROUP + heads
-        q_rows = tl.load(
-            q + row * q_row + q_heads[:, None] * q_head + dims[None, :], mask=head_mask, other=0.0
+        q_columns = tl.load(
+            q + row * q_row + q_heads[None, :] * q_head + dims[:, None], mask=head_mask, other=0.0
         )
         table = block_tables + row * table_stride
         k_base = keys + kv_head * k_head
         v_base = values + kv_head * v_head
-        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-        row_max = tl.full([BLOCK_G], -1.0e30, tl.float32)
-        row_sum = tl.zeros([BLOCK_G], tl.float32)
+        # tokens and head dims are rows of the products and the few query heads columns, so that K and V
+        # go to the tensor cores from shared memory as they came
+        acc = tl.zeros([BLOCK_D, BLOCK_G], tl.float32)
+        peak = tl.full([BLOCK_G], -1.0e30, tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+        # carried, so that the pipeline's stages all go to the loads of K and V
+        ids = tl.load(table + (start + steps) // PAGE, mask=start + steps < end, other=0)
         for block in tl.range(start, end, BLOCK_N, num_stages=STAGES):
             cols = block + steps
-            ids = tl.load(table + cols // PAGE, mask=cols < end, other=0)
             k = load_rows(k_base, ids, cols % PAGE, cols, end, dims, k_page, k_token, D, True)
-            scores = tl.dot(q_rows, tl.trans(k), input_precision=PRECISION)
-            scores = tl.where((cols < end)[None, :], scores * qk_scale, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            p = tl.exp2(scores - new_max[:, None])
-            shrink = tl.exp2(row_max - new_max)
-            row_sum = row_sum * shrink + tl.sum(p, 1)
+            scores = tl.dot(k, q_columns, input_precision=PRECISION)
+            scores = tl.where((cols < end)[:, None], scores * qk_scale, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 0))
+            p = tl.exp2(scores - new_peak[None, :])
+            shrink = tl.exp2(peak - new_peak)
+            total = total * shrink + tl.sum(p, 0)
             v = load_rows(v_base, ids, cols % PAGE, cols, end, dims, v_page, v_token, D, True)
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-            row_max = new_max
-        result = acc / row_sum[:, None]
+            acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * shrink[None, :], input_precision=PRECISION)
+            peak = new_peak
+            following = cols + BLOCK_N
+            ids = tl.load(table + following // PAGE, mask=following < end, other=0)
+        result = acc / total[None, :]
         out_rows = row * (HKV * GROUP) + q_heads
         if splits == 1:
-            pointers = out + out_rows[:, None] * D + dims[None, :]
+            pointers = out + out_rows[None, :] * D + dims[:, None]
             tl.store(pointers, result.to(out.dtype.element_ty), mask=head_mask)
         else:
             parts = out_rows * MAX_SPLITS + split
-            tl.store(partial + parts[:, None] * D + dims[None, :], result, mask=head_mask)
-            tl.store(partial_lse + parts, row_max + tl.log2(row_sum), mask=heads < GROUP)
+            tl.store(partial + parts[None, :] * D + dims[:, None], result, mask=head_mask)
+            tl.store(partial_lse + parts, peak + tl.log2(total), mask=heads < GROUP)
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -129,62 +137,56 @@ def _combine_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    AIM: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """One program a (row, head): the splits' outputs weighed by their sums; rows of length 0 become zero."""
-    out_row = tl.program_id(0).to(tl.int64)
+    """One program a (row, head, BLOCK_D dims): the splits' outputs weighed; rows of length 0 become zero."""
+    blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    out_row = (tl.program_id(0) // blocks).to(tl.int64)
     seq_len = tl.load(seq_lens + out_row // H).to(tl.int32)
     if WINDOW:
         seq_len = tl.minimum(seq_len, window)
-    splits = tl.cdiv(seq_len, _split_tokens(seq_len, MIN_SPLIT, MAX_SPLITS))
-    dims = tl.arange(0, BLOCK_D)
+    splits = tl.cdiv(seq_len, _split_tokens(seq_len, BLOCK_N, MAX_SPLITS, AIM))
     if splits != 1:
-        steps = tl.arange(0, BLOCK_S)
-        total = tl.zeros([BLOCK_D], tl.float32)
-        weight_sum = 0.0
-        peak = -1.0e30
-        for start in range(0, splits, BLOCK_S):
-            parts = start + steps
-            lse = tl.load(
-                partial_lse + out_row * MAX_SPLITS + parts, mask=parts < splits, other=float("-inf")
-            )
-            new_peak = tl.maximum(peak, tl.max(lse, 0))
-            weights = tl.exp2(lse - new_peak)
-            values = tl.load(
-                partial + (out_row * MAX_SPLITS + parts)[:, None] * D + dims[None, :],
-                mask=(parts < splits)[:, None] & (dims < D)[None, :],
-                other=0.0,
-            )
-            shrink = tl.exp2(peak - new_peak)
-            total = total * shrink + tl.sum(values * weights[:, None], 0)
-            weight_sum = weight_sum * shrink + tl.sum(weights, 0)
-            peak = new_peak
-        result = tl.where(splits > 0, total / tl.maximum(weight_sum, 1.0e-30), 0.0)
+        dims = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+        parts = tl.arange(0, BLOCK_S)
+        live = parts < splits
+        lse = tl.load(partial_lse + out_row * MAX_SPLITS + parts, mask=live, other=-1.0e30)
+        weights = tl.where(live, tl.exp2(lse - tl.max(lse, 0)), 0.0)
+        values = tl.load(
+            partial + (out_row * MAX_SPLITS + parts)[:, None] * D + dims[None, :],
+            mask=live[:, None] & (dims < D)[None, :],
+            other=0.0,
+        )
+        result = tl.sum(values * weights[:, None], 0) / tl.maximum(tl.sum(weights, 0), 1.0e-30)
         tl.store(out + out_row * D + dims, result.to(out.dtype.element_ty), mask=dims < D)
 
 
-def decode_config(
-    num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> tuple[int, int, int, int]:
-    """BLOCK_N, MIN_SPLIT, MAX_SPLITS, stages.
-
-    Blocks of 16 KB; splits long enough that their partial results cost a percent of what they read, but short
-    where few rows would leave multiprocessors idle; partial results of at most 2,048 splits of all heads.
-    """
-    block_n = max(16, min(128, 16384 // (triton.next_power_of_2(head_dim) * dtype.itemsize)))
-    min_split = 128 if num_rows * num_kv_heads <= 32 else 512
-    max_splits = min(128, max(8, 2048 // num_rows))
-    return block_n, min_split, max_splits, 1 if dtype == torch.float32 else 3
+def decode_config(head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """BLOCK_N, stages, programs a multiprocessor: what fills its shared memory with loads under way."""
+    if dtype == torch.float32:
+        return 16, 1, 2
+    if head_dim > 128:
+        return 64, 3, 1
+    return 128, 3 if head_dim > 64 else 5, 1
 
 
 @lru_cache(maxsize=8)
-def _num_programs(device: torch.device) -> int:
-    """Two programs a multiprocessor; a few in the interpreter, so that each takes several splits."""
-    if device.type != "cuda":
-        return 3
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+def _multiprocessors(device: torch.device) -> int:
+    """3 in the interpreter, so that each program takes several splits."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def split_config(num_rows: int, num_kv_heads: int, num_programs: int) -> tuple[int, int]:
+    """MAX_SPLITS, and the splits a row that occupy `num_programs` twice when all rows are equally long.
+
+    MAX_SPLITS bounds the partial results, fp32 [B, H, MAX_SPLITS, D]: 4,096 rows' worth, or 16 a row.
+    """
+    max_splits = min(128, max(16, 4096 // triton.next_power_of_2(num_rows)))
+    aim = triton.next_power_of_2(max(1, num_programs // (num_rows * num_kv_heads)))
+    return max_splits, min(aim, max_splits)
 
 
 def attention_decode(
@@ -208,7 +210,9 @@ def attention_decode(
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[2]
     group = num_heads // num_kv_heads
-    block_n, min_split, max_splits, stages = decode_config(num_rows, num_kv_heads, head_dim, q.dtype)
+    block_n, stages, per_processor = decode_config(head_dim, q.dtype)
+    num_programs = per_processor * _multiprocessors(q.device)
+    max_splits, aim = split_config(num_rows, num_kv_heads, num_programs)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not num_rows:
         return out
@@ -216,7 +220,7 @@ def attention_decode(
     partial_lse = torch.empty(num_rows, num_heads, max_splits, dtype=torch.float32, device=q.device)
     block_d = max(triton.next_power_of_2(head_dim), 16)
     tokens = 0 if window is None else window
-    _decode_kernel[(_num_programs(q.device),)](
+    _decode_kernel[(num_programs,)](
         q, keys, values, out, partial, partial_lse, block_tables, seq_lens,
         num_rows, scale * 1.4426950408889634, tokens,
         q.stride(0), q.stride(1),
@@ -231,21 +235,23 @@ def attention_decode(
         BLOCK_G=max(triton.next_power_of_2(group), 16),
         BLOCK_N=block_n,
         BLOCK_B=max(triton.next_power_of_2(num_rows), 256),
-        MIN_SPLIT=min_split,
         MAX_SPLITS=max_splits,
+        AIM=aim,
         WINDOW=window is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         STAGES=stages,
-        num_warps=4,
+        num_warps=WARPS,
     )  # fmt: skip
-    _combine_kernel[(num_rows * num_heads,)](
+    combine_d = min(block_d, 64)
+    _combine_kernel[(num_rows * num_heads * triton.cdiv(head_dim, combine_d),)](
         out, partial, partial_lse, seq_lens, tokens,
         H=num_heads,
         D=head_dim,
-        BLOCK_D=block_d,
-        BLOCK_S=8,
-        MIN_SPLIT=min_split,
+        BLOCK_D=combine_d,
+        BLOCK_S=max_splits,
+        BLOCK_N=block_n,
         MAX_SPLITS=max_splits,
+        AIM=aim,
         WINDOW=window is not None,
         num_warps=4,
     )  # fmt: skip

@@ -37,7 +37,6 @@ def _attend(
     table,
     start,
     end,
-    kv_len,
     positions,
     dims,
     qk_scale,
@@ -58,16 +57,17 @@ def _attend(
     """Online softmax over tokens [start, end) of the sequence; start is a multiple of BLOCK_N."""
     steps = tl.arange(0, BLOCK_N)
     guard: tl.constexpr = MASKED or D != BLOCK_D
+    # with stages to spend, carried, so that they all go to the loads of K and V
+    carry: tl.constexpr = STAGES > 2
+    ids = tl.load(table + (start + steps) // PAGE, mask=start + steps < end, other=0)
     for block in tl.range(start, end, BLOCK_N, num_stages=STAGES):
         cols = block + steps
-        if MASKED:
-            ids = tl.load(table + cols // PAGE, mask=cols < kv_len, other=0)
-        else:
-            ids = tl.load(table + cols // PAGE)
-        k = load_rows(keys, ids, cols % PAGE, cols, kv_len, dims, k_page, k_token, D, guard)
+        if not carry:
+            ids = tl.load(table + cols // PAGE, mask=cols < end, other=0)
+        k = load_rows(keys, ids, cols % PAGE, cols, end, dims, k_page, k_token, D, guard)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED:
-            visible = (cols[None, :] <= positions[:, None]) & (cols < kv_len)[None, :]
+            visible = (cols[None, :] <= positions[:, None]) & (cols < end)[None, :]
             if WINDOW:
                 visible = visible & (positions[:, None] - cols[None, :] < window)
             scores = tl.where(visible, scores, float("-inf"))
@@ -76,9 +76,12 @@ def _attend(
         shrink = tl.exp2(row_max - new_max)
         row_sum = row_sum * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
-        v = load_rows(values, ids, cols % PAGE, cols, kv_len, dims, v_page, v_token, D, guard)
+        v = load_rows(values, ids, cols % PAGE, cols, end, dims, v_page, v_token, D, guard)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         row_max = new_max
+        if carry:
+            following = cols + BLOCK_N
+            ids = tl.load(table + following // PAGE, mask=following < end, other=0)
     return acc, row_max, row_sum
 
 
@@ -127,7 +130,6 @@ def _prefill_kernel(
     begin = tl.load(cu_seqlens + seq)
     query_len = tl.load(cu_seqlens + seq + 1) - begin
     context = tl.load(context_lens + seq)
-    kv_len = context + query_len
 
     rows = first + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -135,7 +137,7 @@ def _prefill_kernel(
     row_mask = (rows < query_len)[:, None] & (dims < D)[None, :]
     q_block = tl.load(q + tokens[:, None] * q_token + head * q_head + dims[None, :], mask=row_mask, other=0.0)
     positions = context + rows
-    end = tl.minimum(kv_len, context + first + BLOCK_M)
+    end = context + tl.minimum(query_len, first + BLOCK_M)
     start = 0
     # blocks whose every token every row sees need no mask
     masked_from = (context + first + 1) // BLOCK_N * BLOCK_N
@@ -152,12 +154,12 @@ def _prefill_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if not WINDOW:
         acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q_block, keys, values, table, start, masked_from, kv_len, positions, dims,
+            acc, row_max, row_sum, q_block, keys, values, table, start, masked_from, positions, dims,
             qk_scale, window, k_page, k_token, v_page, v_token,
             PAGE, D, BLOCK_D, BLOCK_N, False, False, PRECISION, STAGES,
         )  # fmt: skip
     acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q_block, keys, values, table, masked_from, end, kv_len, positions, dims,
+        acc, row_max, row_sum, q_block, keys, values, table, masked_from, end, positions, dims,
         qk_scale, window, k_page, k_token, v_page, v_token,
         PAGE, D, BLOCK_D, BLOCK_N, True, WINDOW, PRECISION, STAGES,
     )  # fmt: skip
