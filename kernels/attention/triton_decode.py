@@ -11,22 +11,23 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hybridserve.kernels.attention.triton_prefill import load_rows
-
-WARPS = 4
+from hybridserve.kernels.attention.triton_parts import LOG2_E, load_rows, online_softmax, scores_of
 
 
 @triton.jit
-def _split_tokens(lens, BLOCK_N: tl.constexpr, MAX_SPLITS: tl.constexpr, AIM: tl.constexpr):
-    """Tokens of one split of rows of these lengths: AIM splits a row, of 128 to 1,024 tokens if possible."""
-    tokens = tl.minimum(tl.maximum(tl.cdiv(lens, AIM), 128), 1024)
-    return tl.cdiv(tl.maximum(tokens, tl.cdiv(lens, MAX_SPLITS)), BLOCK_N) * BLOCK_N
+def _split_tokens(lens, max_splits, aim, BLOCK_N: tl.constexpr):
+    """Tokens of one split of rows of these lengths: `aim` splits a row, of 128 to 1,024 tokens."""
+    tokens = tl.minimum(tl.maximum(tl.cdiv(lens, aim), 128), 1024)
+    return tl.cdiv(tl.maximum(tokens, tl.cdiv(lens, max_splits)), BLOCK_N) * BLOCK_N
 
 
-@triton.jit(do_not_specialize=["num_rows", "window", "table_stride"])
+@triton.jit(do_not_specialize=["num_rows", "max_splits", "aim", "window", "table_stride"])
 def _decode_kernel(
     q,
+    k_pages,
+    v_pages,
     keys,
     values,
     out,
@@ -35,6 +36,8 @@ def _decode_kernel(
     block_tables,
     seq_lens,
     num_rows,
+    max_splits,
+    aim,
     qk_scale,
     window,
     q_row,
@@ -54,10 +57,9 @@ def _decode_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    AIM: tl.constexpr,
     WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PAGED: tl.constexpr,
+    IEEE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     batch = tl.arange(0, BLOCK_B)
@@ -65,7 +67,7 @@ def _decode_kernel(
     if WINDOW:
         lens = tl.minimum(lens, window)
     # item i is split i - (ends of the rows before) of the row it falls in
-    ends = tl.cumsum(tl.cdiv(lens, _split_tokens(lens, BLOCK_N, MAX_SPLITS, AIM)), 0)
+    ends = tl.cumsum(tl.cdiv(lens, _split_tokens(lens, max_splits, aim, BLOCK_N)), 0)
     num_items = tl.max(ends, 0) * HKV
     heads = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
@@ -80,66 +82,72 @@ def _decode_kernel(
         first = 0
         if WINDOW:
             first = tl.maximum(seq_len - window, 0)
-        tokens = _split_tokens(seq_len - first, BLOCK_N, MAX_SPLITS, AIM)
+        tokens = _split_tokens(seq_len - first, max_splits, aim, BLOCK_N)
         splits = tl.cdiv(seq_len - first, tokens)
         start = first + split * tokens
         end = tl.minimum(start + tokens, seq_len)
 
         row = row.to(tl.int64)
-        head_mask = (heads < GROUP)[None, :] & (dims < D)[:, None]
+        head_mask = (heads < GROUP)[:, None] & (dims < D)[None, :]
         q_heads = kv_head * GROUP + heads
-        q_columns = tl.load(
-            q + row * q_row + q_heads[None, :] * q_head + dims[:, None], mask=head_mask, other=0.0
+        q_rows = tl.load(
+            q + row * q_row + q_heads[:, None] * q_head + dims[None, :], mask=head_mask, other=0.0
         )
         table = block_tables + row * table_stride
-        k_base = keys + kv_head * k_head
-        v_base = values + kv_head * v_head
-        # tokens and head dims are rows of the products and the few query heads columns, so that K and V
-        # go to the tensor cores from shared memory as they came
-        acc = tl.zeros([BLOCK_D, BLOCK_G], tl.float32)
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         peak = tl.full([BLOCK_G], -1.0e30, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
-        # carried, so that the pipeline's stages all go to the loads of K and V
-        ids = tl.load(table + (start + steps) // PAGE, mask=start + steps < end, other=0)
-        for block in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+        if PAGED:
+            # one copy of K and one of V bring a page; the next page's id is on its way meanwhile
+            full = start + (end - start) // PAGE * PAGE
+            page = tl.load(table + start // PAGE).to(tl.int32)
+            for block in tl.range(start, full, PAGE, num_stages=STAGES):
+                k = k_pages.load([page * PAGE, kv_head * D])
+                scores = scores_of(q_rows, k, BLOCK_G, PAGE, BLOCK_D, IEEE)
+                weights, shrink, peak, total = online_softmax(scores, peak, total, qk_scale)
+                v = v_pages.load([page * PAGE, kv_head * D])
+                acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+                page = tl.load(table + block // PAGE + 1, mask=block + PAGE < end, other=0).to(tl.int32)
+            start = full
+        k_base = keys + kv_head * k_head
+        v_base = values + kv_head * v_head
+        for block in tl.range(start, end, BLOCK_N, num_stages=1 if PAGED else STAGES):
             cols = block + steps
+            ids = tl.load(table + cols // PAGE, mask=cols < end, other=0)
             k = load_rows(k_base, ids, cols % PAGE, cols, end, dims, k_page, k_token, D, True)
-            scores = tl.dot(k, q_columns, input_precision=PRECISION)
-            scores = tl.where((cols < end)[:, None], scores * qk_scale, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 0))
-            p = tl.exp2(scores - new_peak[None, :])
-            shrink = tl.exp2(peak - new_peak)
-            total = total * shrink + tl.sum(p, 0)
+            scores = scores_of(q_rows, k, BLOCK_G, BLOCK_N, BLOCK_D, IEEE)
+            scores = tl.where((cols < end)[None, :], scores, float("-inf"))
+            weights, shrink, peak, total = online_softmax(scores, peak, total, qk_scale)
             v = load_rows(v_base, ids, cols % PAGE, cols, end, dims, v_page, v_token, D, True)
-            acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * shrink[None, :], input_precision=PRECISION)
-            peak = new_peak
-            following = cols + BLOCK_N
-            ids = tl.load(table + following // PAGE, mask=following < end, other=0)
-        result = acc / total[None, :]
+            if IEEE:
+                acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
+            else:
+                acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+        result = acc / total[:, None]
         out_rows = row * (HKV * GROUP) + q_heads
         if splits == 1:
-            pointers = out + out_rows[None, :] * D + dims[:, None]
+            pointers = out + out_rows[:, None] * D + dims[None, :]
             tl.store(pointers, result.to(out.dtype.element_ty), mask=head_mask)
         else:
-            parts = out_rows * MAX_SPLITS + split
-            tl.store(partial + parts[None, :] * D + dims[:, None], result, mask=head_mask)
+            parts = out_rows * max_splits + split
+            tl.store(partial + parts[:, None] * D + dims[None, :], result, mask=head_mask)
             tl.store(partial_lse + parts, peak + tl.log2(total), mask=heads < GROUP)
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["max_splits", "aim", "window"])
 def _combine_kernel(
     out,
     partial,
     partial_lse,
     seq_lens,
+    max_splits,
+    aim,
     window,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    AIM: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
     """One program a (row, head, BLOCK_D dims): the splits' outputs weighed; rows of length 0 become zero."""
@@ -148,15 +156,15 @@ def _combine_kernel(
     seq_len = tl.load(seq_lens + out_row // H).to(tl.int32)
     if WINDOW:
         seq_len = tl.minimum(seq_len, window)
-    splits = tl.cdiv(seq_len, _split_tokens(seq_len, BLOCK_N, MAX_SPLITS, AIM))
+    splits = tl.cdiv(seq_len, _split_tokens(seq_len, max_splits, aim, BLOCK_N))
     if splits != 1:
         dims = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
         parts = tl.arange(0, BLOCK_S)
         live = parts < splits
-        lse = tl.load(partial_lse + out_row * MAX_SPLITS + parts, mask=live, other=-1.0e30)
+        lse = tl.load(partial_lse + out_row * max_splits + parts, mask=live, other=-1.0e30)
         weights = tl.where(live, tl.exp2(lse - tl.max(lse, 0)), 0.0)
         values = tl.load(
-            partial + (out_row * MAX_SPLITS + parts)[:, None] * D + dims[None, :],
+            partial + (out_row * max_splits + parts)[:, None] * D + dims[None, :],
             mask=live[:, None] & (dims < D)[None, :],
             other=0.0,
         )
@@ -164,13 +172,11 @@ def _combine_kernel(
         tl.store(out + out_row * D + dims, result.to(out.dtype.element_ty), mask=dims < D)
 
 
-def decode_config(head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """BLOCK_N, stages, programs a multiprocessor: what fills its shared memory with loads under way."""
-    if dtype == torch.float32:
-        return 16, 1, 2
-    if head_dim > 128:
-        return 64, 3, 1
-    return 128, 3 if head_dim > 64 else 5, 1
+def decode_config(head_dim: int, paged: bool) -> tuple[int, int, int, int]:
+    """BLOCK_N, warps, stages, programs a multiprocessor."""
+    if not paged:
+        return 32, 4, 1, 2
+    return 16, 1, 4, 4
 
 
 @lru_cache(maxsize=8)
@@ -187,6 +193,14 @@ def split_config(num_rows: int, num_kv_heads: int, num_programs: int) -> tuple[i
     max_splits = min(128, max(16, 4096 // triton.next_power_of_2(num_rows)))
     aim = triton.next_power_of_2(max(1, num_programs // (num_rows * num_kv_heads)))
     return max_splits, min(aim, max_splits)
+
+
+def _page_descriptor(pages: torch.Tensor) -> TensorDescriptor:
+    """pages [N, page_size, Hkv, D], rows at steps of one slab, as rows of a token's heads."""
+    num_pages, page_size, num_kv_heads, head_dim = pages.shape
+    width = num_kv_heads * head_dim
+    assert pages.stride() == (page_size * width, width, head_dim, 1), pages.stride()
+    return TensorDescriptor(pages, [num_pages * page_size, width], [width, 1], [page_size, head_dim])
 
 
 def attention_decode(
@@ -210,7 +224,9 @@ def attention_decode(
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[2]
     group = num_heads // num_kv_heads
-    block_n, stages, per_processor = decode_config(head_dim, q.dtype)
+    ieee = q.dtype == torch.float32
+    paged = not ieee and window is None and head_dim in (64, 128, 256)
+    block_n, warps, stages, per_processor = decode_config(head_dim, paged)
     num_programs = per_processor * _multiprocessors(q.device)
     max_splits, aim = split_config(num_rows, num_kv_heads, num_programs)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -221,8 +237,11 @@ def attention_decode(
     block_d = max(triton.next_power_of_2(head_dim), 16)
     tokens = 0 if window is None else window
     _decode_kernel[(num_programs,)](
-        q, keys, values, out, partial, partial_lse, block_tables, seq_lens,
-        num_rows, scale * 1.4426950408889634, tokens,
+        q,
+        _page_descriptor(keys) if paged else keys,
+        _page_descriptor(values) if paged else values,
+        keys, values, out, partial, partial_lse, block_tables, seq_lens,
+        num_rows, max_splits, aim, scale * LOG2_E, tokens,
         q.stride(0), q.stride(1),
         keys.stride(0), keys.stride(1), keys.stride(2),
         values.stride(0), values.stride(1), values.stride(2),
@@ -235,23 +254,20 @@ def attention_decode(
         BLOCK_G=max(triton.next_power_of_2(group), 16),
         BLOCK_N=block_n,
         BLOCK_B=max(triton.next_power_of_2(num_rows), 256),
-        MAX_SPLITS=max_splits,
-        AIM=aim,
         WINDOW=window is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PAGED=paged,
+        IEEE=ieee,
         STAGES=stages,
-        num_warps=WARPS,
+        num_warps=warps,
     )  # fmt: skip
     combine_d = min(block_d, 64)
     _combine_kernel[(num_rows * num_heads * triton.cdiv(head_dim, combine_d),)](
-        out, partial, partial_lse, seq_lens, tokens,
+        out, partial, partial_lse, seq_lens, max_splits, aim, tokens,
         H=num_heads,
         D=head_dim,
         BLOCK_D=combine_d,
-        BLOCK_S=max_splits,
+        BLOCK_S=16 if max_splits == 16 else 128,
         BLOCK_N=block_n,
-        MAX_SPLITS=max_splits,
-        AIM=aim,
         WINDOW=window is not None,
         num_warps=4,
     )  # fmt: skip

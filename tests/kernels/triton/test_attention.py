@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from hybridserve.kernels.attention import choice
 from hybridserve.kernels.attention.reference import attention_reference
 from hybridserve.kernels.attention.triton_decode import attention_decode
+from hybridserve.kernels.attention.triton_merge import merge_
 from hybridserve.kernels.attention.triton_prefill import attention_prefill
 from hybridserve.kernels.attention.triton_write import write_kv
 from hybridserve.kernels.testing import assert_as_good_as_plain, poisoned_memory
@@ -89,6 +91,37 @@ def truth_and_plain(
         for t in (torch.float64, q[0].dtype)
     )
     return exact, plain
+
+
+def merged_prefill(
+    q: torch.Tensor, paged: Paged, context: int, cut: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to tokens [cut, n), and by the merge kernel, to all."""
+    n, tables = len(paged.k[0]), (paged.keys, paged.values)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    new = (paged.k[0][context:], paged.v[0][context:])
+    out = attention_prefill(
+        q, *new, *tables, paged.block_tables[:, cut // PAGE :], (n - context,), (context - cut,), scale=scale,
+        lse=lse,
+    ).float()  # fmt: skip
+    k, v = (x[0][:cut].float().repeat_interleave(q.shape[1] // x[0].shape[1], 1) for x in (paged.k, paged.v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+    part = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    merge_(out, lse, part, scores.logsumexp(-1).T)
+    return out.to(q.dtype), lse
+
+
+def test_a_context_in_two_parts_merges_to_the_whole(device: torch.device):
+    paged, scale = make_pages((150,), 1, 64, DTYPE, device), 0.125
+    q = torch.randn(30, 2, 64, device=device, dtype=DTYPE)
+    out, lse = merged_prefill(q, paged, 120, 64, scale)
+    exact, plain = truth_and_plain([q], paged, scale, None)
+    assert_as_good_as_plain(out, plain, exact)
+    k = paged.k[0][:, 0].double()
+    scores = (q.double() @ k.T * scale).masked_fill(
+        torch.arange(150, device=device) > torch.arange(120, 150, device=device)[:, None, None], -torch.inf
+    )
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=1e-5, rtol=0)
 
 
 def prefill(q: Sequence[torch.Tensor], paged: Paged, context_lens: Sequence[int], **options) -> torch.Tensor:
@@ -258,6 +291,32 @@ def test_write_kv_stores_its_slots_and_skips_negative_ones(device: torch.device)
         view.index_copy_(0, slots[[0, 2]], new[[0, 2]])
     write_kv(k, v, key_slots, value_slots, slots)
     assert torch.equal(before.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@needs_gpu
+@pytest.mark.parametrize(("heads", "dim"), [((16, 4), 256), ((8, 2), 128)])
+@pytest.mark.parametrize("context", [0, 5000, 32768, 20000])
+def test_the_fastest_prefill_is_as_right(heads, dim: int, context: int, device: torch.device):
+    query_lens, context_lens = (30, 4096, 0, 17), (50, context, 0, 0)
+    lens = [n + c for n, c in zip(query_lens, context_lens, strict=True)]
+    paged = make_pages(lens, heads[1], dim, DTYPE, device)
+    q = torch.randn(sum(query_lens), heads[0], dim, device=device, dtype=DTYPE)
+    k, v = (torch.cat([x[c:] for x, c in zip(xs, context_lens, strict=True)]) for xs in (paged.k, paged.v))
+    tables = (paged.keys, paged.values, paged.block_tables)
+    with poisoned_memory():
+        out = choice.attention_prefill(q, k, v, *tables, query_lens, context_lens, scale=0.06)
+    # the last rows of the long sequence, and the short ones whole
+    at = 0
+    for s, n in enumerate(query_lens):
+        last = min(n, 64)
+        part = slice(at + n - last, at + n)
+        if n:
+            single = Paged([paged.k[s]], [paged.v[s]], *tables)
+            exact, plain = truth_and_plain([q[part]], single, 0.06, None)
+            assert_as_good_as_plain(out[part], plain, exact)
+        at += n
+    ours = attention_prefill(q, k, v, *tables, query_lens, context_lens, scale=0.06)
+    torch.testing.assert_close(out, ours, atol=2e-2, rtol=2e-2)
 
 
 @needs_gpu
