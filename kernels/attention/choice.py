@@ -7,21 +7,28 @@ import torch
 
 from hybridserve.kernels.attention import cpu
 
+CONTEXT_PIECE = 16384
+"""Earlier tokens that cuDNN attends at once, gathered from pages: bounds the dense copies of K and V."""
 FUSED_HEAD_DIMS = (128, 256)
 """Where cuDNN was measured, and beat Triton by a third."""
-FUSED_MIN_TOKENS = 4096
+FUSED_MIN_PAIRS = 2**23
+"""Pairs of a query and a key below which cuDNN gains too little to build a plan for."""
 FUSED_MULTIPLE = 1024
 """cuDNN's plan for a new length costs 46 ms: it pays for lengths that come again, as full chunks do."""
 
 
-def takes_fused(head_dim: int, dtype: torch.dtype, query_len: int, window: int | None) -> bool:
+def takes_fused(
+    head_dim: int, dtype: torch.dtype, query_len: int, context_len: int, window: int | None
+) -> bool:
     """Whether cuDNN, and not Triton, attends this many new tokens of a sequence on a GPU."""
     return (
         window is None
         and dtype in (torch.bfloat16, torch.float16)
         and head_dim in FUSED_HEAD_DIMS
-        and query_len >= FUSED_MIN_TOKENS
         and query_len % FUSED_MULTIPLE == 0
+        and query_len * (context_len + query_len // 2) >= FUSED_MIN_PAIRS
+        # a context shorter than one piece goes through Triton, and takes the new tokens with it
+        and (context_len == 0 or context_len >= CONTEXT_PIECE)
     )
 
 
@@ -78,7 +85,7 @@ def attention_prefill(
             )  # fmt: skip
 
     for s, length in enumerate(query_lens):
-        if takes_fused(q.shape[2], q.dtype, length, window):
+        if takes_fused(q.shape[2], q.dtype, length, context_lens[s], window):
             by_triton(s, begin)
             first, start = s + 1, begin + length
             rows = slice(begin, start)

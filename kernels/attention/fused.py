@@ -8,10 +8,8 @@ is left of the context goes with the new tokens through Triton. Knows nothing of
 import torch
 
 from hybridserve.kernels.attention import triton_prefill
+from hybridserve.kernels.attention.choice import CONTEXT_PIECE
 from hybridserve.kernels.attention.triton_merge import merge_
-
-CONTEXT_PIECE = 16384
-"""Tokens gathered at once: bounds the dense copies of K and V whatever the context."""
 
 
 def attention_prefill(

@@ -11,23 +11,23 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hybridserve.kernels.attention.triton_parts import LOG2_E, load_rows, online_softmax, scores_of
 
 
 @triton.jit
 def _split_tokens(lens, max_splits, aim, BLOCK_N: tl.constexpr):
-    """Tokens of one split of rows of these lengths: `aim` splits a row, of 128 to 1,024 tokens."""
-    tokens = tl.minimum(tl.maximum(tl.cdiv(lens, aim), 128), 1024)
+    """Tokens of one split of rows of these lengths: `aim` splits a row, of 64 to 2,048 tokens."""
+    tokens = tl.minimum(tl.maximum(tl.cdiv(lens, aim), 64), 2048)
     return tl.cdiv(tl.maximum(tokens, tl.cdiv(lens, max_splits)), BLOCK_N) * BLOCK_N
 
 
-@triton.jit(do_not_specialize=["num_rows", "max_splits", "aim", "window", "table_stride"])
+@triton.jit(
+    do_not_specialize=["num_rows", "max_splits", "aim", "window", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens"],
+)
 def _decode_kernel(
     q,
-    k_pages,
-    v_pages,
     keys,
     values,
     out,
@@ -58,7 +58,6 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
     WINDOW: tl.constexpr,
-    PAGED: tl.constexpr,
     IEEE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -97,23 +96,12 @@ def _decode_kernel(
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         peak = tl.full([BLOCK_G], -1.0e30, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
-        if PAGED:
-            # one copy of K and one of V bring a page; the next page's id is on its way meanwhile
-            full = start + (end - start) // PAGE * PAGE
-            page = tl.load(table + start // PAGE).to(tl.int32)
-            for block in tl.range(start, full, PAGE, num_stages=STAGES):
-                k = k_pages.load([page * PAGE, kv_head * D])
-                scores = scores_of(q_rows, k, BLOCK_G, PAGE, BLOCK_D, IEEE)
-                weights, shrink, peak, total = online_softmax(scores, peak, total, qk_scale)
-                v = v_pages.load([page * PAGE, kv_head * D])
-                acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
-                page = tl.load(table + block // PAGE + 1, mask=block + PAGE < end, other=0).to(tl.int32)
-            start = full
         k_base = keys + kv_head * k_head
         v_base = values + kv_head * v_head
-        for block in tl.range(start, end, BLOCK_N, num_stages=1 if PAGED else STAGES):
+        # carried, so that the pipeline's stages all go to the loads of K and V
+        ids = tl.load(table + (start + steps) // PAGE, mask=start + steps < end, other=0)
+        for block in tl.range(start, end, BLOCK_N, num_stages=STAGES):
             cols = block + steps
-            ids = tl.load(table + cols // PAGE, mask=cols < end, other=0)
             k = load_rows(k_base, ids, cols % PAGE, cols, end, dims, k_page, k_token, D, True)
             scores = scores_of(q_rows, k, BLOCK_G, BLOCK_N, BLOCK_D, IEEE)
             scores = tl.where((cols < end)[None, :], scores, float("-inf"))
@@ -123,6 +111,8 @@ def _decode_kernel(
                 acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
             else:
                 acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+            following = cols + BLOCK_N
+            ids = tl.load(table + following // PAGE, mask=following < end, other=0)
         result = acc / total[:, None]
         out_rows = row * (HKV * GROUP) + q_heads
         if splits == 1:
@@ -134,7 +124,7 @@ def _decode_kernel(
             tl.store(partial_lse + parts, peak + tl.log2(total), mask=heads < GROUP)
 
 
-@triton.jit(do_not_specialize=["max_splits", "aim", "window"])
+@triton.jit(do_not_specialize=["max_splits", "aim", "window"], do_not_specialize_on_alignment=["seq_lens"])
 def _combine_kernel(
     out,
     partial,
@@ -172,35 +162,34 @@ def _combine_kernel(
         tl.store(out + out_row * D + dims, result.to(out.dtype.element_ty), mask=dims < D)
 
 
-def decode_config(head_dim: int, paged: bool) -> tuple[int, int, int, int]:
-    """BLOCK_N, warps, stages, programs a multiprocessor."""
-    if not paged:
-        return 32, 4, 1, 2
-    return 16, 1, 4, 4
+PROGRAMS_PER_PROCESSOR = 2
+"""One multiplies while the other's block is on its way."""
+
+
+def decode_config(head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """BLOCK_N, warps, stages: blocks of 32 KB of K and as much of V."""
+    if dtype == torch.float32:
+        return 32, 4, 1
+    return min(128, 16384 // triton.next_power_of_2(head_dim)), 4, 2
 
 
 @lru_cache(maxsize=8)
 def _multiprocessors(device: torch.device) -> int:
-    """3 in the interpreter, so that each program takes several splits."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    """1 in the interpreter, so that each program takes several splits."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def split_config(num_rows: int, num_kv_heads: int, num_programs: int) -> tuple[int, int]:
-    """MAX_SPLITS, and the splits a row that occupy `num_programs` twice when all rows are equally long.
+    """The most splits a row may have, and the number to aim at.
 
-    MAX_SPLITS bounds the partial results, fp32 [B, H, MAX_SPLITS, D]: 4,096 rows' worth, or 16 a row.
+    Aimed at is the least number with which equally long rows keep 19 of 20 programs busy in the last round.
+    The most bounds the partial results, fp32 [B, H, splits, D].
     """
-    max_splits = min(128, max(16, 4096 // triton.next_power_of_2(num_rows)))
-    aim = triton.next_power_of_2(max(1, num_programs // (num_rows * num_kv_heads)))
-    return max_splits, min(aim, max_splits)
-
-
-def _page_descriptor(pages: torch.Tensor) -> TensorDescriptor:
-    """pages [N, page_size, Hkv, D], rows at steps of one slab, as rows of a token's heads."""
-    num_pages, page_size, num_kv_heads, head_dim = pages.shape
-    width = num_kv_heads * head_dim
-    assert pages.stride() == (page_size * width, width, head_dim, 1), pages.stride()
-    return TensorDescriptor(pages, [num_pages * page_size, width], [width, 1], [page_size, head_dim])
+    most = min(128, max(16, 4096 // triton.next_power_of_2(num_rows)))
+    pairs = num_rows * num_kv_heads
+    busy = [pairs * n / (triton.cdiv(pairs * n, num_programs) * num_programs) for n in range(1, most + 1)]
+    aim = next((n for n, share in enumerate(busy, 1) if share >= 0.95), busy.index(max(busy)) + 1)
+    return most, aim
 
 
 def attention_decode(
@@ -225,9 +214,8 @@ def attention_decode(
     num_kv_heads = keys.shape[2]
     group = num_heads // num_kv_heads
     ieee = q.dtype == torch.float32
-    paged = not ieee and window is None and head_dim in (64, 128, 256)
-    block_n, warps, stages, per_processor = decode_config(head_dim, paged)
-    num_programs = per_processor * _multiprocessors(q.device)
+    block_n, warps, stages = decode_config(head_dim, q.dtype)
+    num_programs = PROGRAMS_PER_PROCESSOR * _multiprocessors(q.device)
     max_splits, aim = split_config(num_rows, num_kv_heads, num_programs)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not num_rows:
@@ -238,8 +226,6 @@ def attention_decode(
     tokens = 0 if window is None else window
     _decode_kernel[(num_programs,)](
         q,
-        _page_descriptor(keys) if paged else keys,
-        _page_descriptor(values) if paged else values,
         keys, values, out, partial, partial_lse, block_tables, seq_lens,
         num_rows, max_splits, aim, scale * LOG2_E, tokens,
         q.stride(0), q.stride(1),
@@ -255,7 +241,6 @@ def attention_decode(
         BLOCK_N=block_n,
         BLOCK_B=max(triton.next_power_of_2(num_rows), 256),
         WINDOW=window is not None,
-        PAGED=paged,
         IEEE=ieee,
         STAGES=stages,
         num_warps=warps,

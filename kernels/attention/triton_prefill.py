@@ -57,13 +57,17 @@ def _attend_pages(
         blocks = before + tl.cdiv(end - skip_to, BLOCK_N)
     else:
         blocks = (end - start) // BLOCK_N
+    # with stages to spend, the next block's ids are carried, so that the stages all go to K and V
+    carry: tl.constexpr = STAGES > 2 and not MASKED
+    ids = tl.load(table + (start + steps) // PAGE, mask=start + steps < end, other=0)
     for i in tl.range(0, blocks, num_stages=STAGES):
         cols = start + i * BLOCK_N + steps
         limit = end
         if MASKED:
             cols = tl.where(i < before, cols, skip_to + (i - before) * BLOCK_N + steps)
             limit = tl.where(i < before, skip_from, end)
-        ids = tl.load(table + cols // PAGE, mask=cols < limit, other=0)
+        if not carry:
+            ids = tl.load(table + cols // PAGE, mask=cols < limit, other=0)
         k = load_rows(keys, ids, cols % PAGE, cols, limit, dims, k_page, k_token, D, guard)
         scores = scores_of(q, k, BLOCK_M, BLOCK_N, BLOCK_D, IEEE)
         if MASKED:
@@ -77,10 +81,16 @@ def _attend_pages(
             acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
         else:
             acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+        if carry:
+            following = cols + BLOCK_N
+            ids = tl.load(table + following // PAGE, mask=following < end, other=0)
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=["window", "table_stride"])
+@triton.jit(
+    do_not_specialize=["window", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "cu_seqlens", "context_lens", "chunk_seqs", "chunk_ids"],
+)
 def _prefill_kernel(
     q,
     new_k,
