@@ -3,6 +3,8 @@
 Figures: docs/log.d/attention.md. Triton is imported on the first call with a GPU's tensor.
 """
 
+from functools import lru_cache
+
 import torch
 
 from hybridserve.kernels.attention import cpu
@@ -17,10 +19,16 @@ FUSED_MULTIPLE = 1024
 """cuDNN's plan for a new length costs 46 ms: it pays for lengths that come again, as full chunks do."""
 
 
+@lru_cache(maxsize=8)
+def _has_fused(device: torch.device) -> bool:
+    """On Hopper, where it was measured, and where cuDNN has heads of 256."""
+    return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def takes_fused(
     head_dim: int, dtype: torch.dtype, query_len: int, context_len: int, window: int | None
 ) -> bool:
-    """Whether cuDNN, and not Triton, attends this many new tokens of a sequence on a GPU."""
+    """Whether cuDNN, where there is one, attends this many new tokens of a sequence, and not Triton."""
     return (
         window is None
         and dtype in (torch.bfloat16, torch.float16)
@@ -85,7 +93,7 @@ def attention_prefill(
             )  # fmt: skip
 
     for s, length in enumerate(query_lens):
-        if takes_fused(q.shape[2], q.dtype, length, context_lens[s], window):
+        if _has_fused(q.device) and takes_fused(q.shape[2], q.dtype, length, context_lens[s], window):
             by_triton(s, begin)
             first, start = s + 1, begin + length
             rows = slice(begin, start)

@@ -179,6 +179,7 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@lru_cache(maxsize=64)
 def split_config(num_rows: int, num_kv_heads: int, num_programs: int) -> tuple[int, int]:
     """The most splits a row may have, and the number to aim at.
 
