@@ -36,12 +36,15 @@ def attention_prefill(
     context_lens: tuple[int, ...],
     *,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of S sequences' new tokens, laid end to end, to their earlier tokens and themselves.
 
     q: [T, H, D]. k, v: [T, Hkv, D], this step's keys and values (in the pages too).
     keys, values: [N, page_size, Hkv, D]. block_tables: int64 [S, max_pages], rows of keys of each sequence.
-    query_lens, context_lens: tokens of each sequence now and before. Returns [T, H, D] in the dtype of q.
+    query_lens, context_lens: tokens of each sequence now and before.
+    window: a token attends to this many tokens up to itself; None: to all.
+    Returns [T, H, D] in the dtype of q.
     """
     assert sum(query_lens) == q.shape[0] and len(query_lens) == len(context_lens)
     out = torch.empty_like(q)
@@ -53,7 +56,7 @@ def attention_prefill(
             if context:
                 k_all = torch.cat((_gather(keys, block_tables[s], context), k_all))
                 v_all = torch.cat((_gather(values, block_tables[s], context), v_all))
-            _causal(q[start:end], k_all, v_all, scale, out[start:end])
+            _causal(q[start:end], k_all, v_all, scale, window, out[start:end])
         start = end
     return out
 
@@ -66,12 +69,13 @@ def attention_decode(
     seq_lens: tuple[int, ...],
     *,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """One token of each of B sequences attends to all of its sequence.
 
     q: [B, H, D]. keys, values: [N, page_size, Hkv, D]. block_tables: int64 [B, max_pages].
     seq_lens: tokens of each sequence with the new one, whose key and value are in the pages already.
-    Returns [B, H, D] in the dtype of q.
+    window: only the last `window` tokens are seen. Returns [B, H, D] in the dtype of q.
     """
     num_kv_heads, head_dim = keys.shape[2:]
     # the heads that share a KV head become query rows of it
@@ -80,6 +84,8 @@ def attention_decode(
     # one call a sequence: padding 16 ragged sequences to one batch took 1.3 times as long, and saved a tenth
     # where all were equally long
     for b, (k, v) in enumerate(_gather_all(keys, values, block_tables, seq_lens)):
+        if window is not None:
+            k, v = k[:, :, -window:], v[:, :, -window:]
         out[b] = F.scaled_dot_product_attention(grouped[b], k, v, scale=scale)
     return out.view(q.shape)
 
@@ -105,11 +111,13 @@ def _gather(pages: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tens
     return pages.index_select(0, table[:num_pages]).flatten(0, 1)[:length]
 
 
-def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+def _causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, out: torch.Tensor
+) -> None:
     """out = attention of q [L, H, D], the last L of the n tokens of k, v [n, Hkv, D]."""
     length, context = q.shape[0], k.shape[0] - q.shape[0]
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    if not context:
+    if not context and window is None:
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         out.copy_(attended[0].transpose(0, 1))
         return
@@ -117,6 +125,8 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out
         end = min(start + QUERY_BLOCK, length)
         visible = context + end
         mask = torch.ones(end - start, visible, dtype=torch.bool, device=q.device).tril_(context + start)
+        if window is not None:
+            mask.triu_(context + start - window + 1)
         attended = F.scaled_dot_product_attention(
             q[:, :, start:end], k[:, :, :visible], v[:, :, :visible], mask, scale=scale, enable_gqa=True
         )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hybridserve.kernels.attention import attention_decode, attention_prefill, write_kv
+from hybridserve.kernels.attention.choice import takes_fused
 from hybridserve.kernels.attention.reference import attention_reference
 
 PAGE = 16
@@ -41,7 +42,9 @@ def make_pages(lens, kv_heads: int, dim: int) -> Paged:
     return Paged(keys, values, keys.flatten(0, 1), values.flatten(0, 1), tables)
 
 
-def check_prefill(query_lens, context_lens, assert_accurate, heads=4, kv_heads=2, dim=24) -> None:
+def check_prefill(
+    query_lens, context_lens, assert_accurate, heads=4, kv_heads=2, dim=24, window=None
+) -> None:
     lens = [n + c for n, c in zip(query_lens, context_lens, strict=True)]
     paged = make_pages(lens, kv_heads, dim)
     q = [torch.randn(n, heads, dim) for n in query_lens]
@@ -59,11 +62,12 @@ def check_prefill(query_lens, context_lens, assert_accurate, heads=4, kv_heads=2
         query_lens,
         context_lens,
         scale=0.3,
+        window=window,
     )
     exact, plain = (
         torch.cat(
             [
-                attention_reference(a.to(t), b.to(t), c.to(t), scale=0.3)
+                attention_reference(a.to(t), b.to(t), c.to(t), scale=0.3, window=window)
                 for a, b, c in zip(q, k, v, strict=True)
             ]
         )
@@ -93,23 +97,49 @@ def test_decode_lengths(length, heads, kv_heads, assert_accurate):
     check_decode((length,), heads, kv_heads, assert_accurate)
 
 
-def check_decode(lens, heads, kv_heads, assert_accurate, dim=24) -> None:
+def check_decode(lens, heads, kv_heads, assert_accurate, dim=24, window=None) -> None:
     paged = make_pages(lens, kv_heads, dim)
     q = torch.randn(len(lens), heads, dim)
     k, v = ([torch.randn(n, kv_heads, dim) for n in lens] for _ in range(2))
     for s, n in enumerate(lens):
         write_kv(k[s], v[s], paged.key_slots, paged.value_slots, paged.slots(s, 0, n))
-    out = attention_decode(q, paged.keys, paged.values, paged.block_tables, tuple(lens), scale=0.3)
+    pages = (paged.keys, paged.values, paged.block_tables)
+    out = attention_decode(q, *pages, tuple(lens), scale=0.3, window=window)
+    on_device = attention_decode(q, *pages, torch.tensor(lens), scale=0.3, window=window)
+    assert torch.equal(on_device, out)
     exact, plain = (
         torch.cat(
             [
-                attention_reference(q[s : s + 1].to(t), k[s].to(t), v[s].to(t), scale=0.3)
+                attention_reference(q[s : s + 1].to(t), k[s].to(t), v[s].to(t), scale=0.3, window=window)
                 for s in range(len(lens))
             ]
         )
         for t in (torch.float64, torch.float32)
     )
     assert_accurate(out, exact, plain)
+
+
+@pytest.mark.parametrize("window", [1, 16, 70, 1000])
+def test_window(window, assert_accurate):
+    check_prefill((1, 40, 300), (90, 33, 20), assert_accurate, window=window)
+    check_decode((1, 16, 300, 90), 4, 2, assert_accurate, window=window)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "query_len", "context_len", "window", "fused"),
+    [
+        (256, 8192, 0, None, True),
+        (256, 8191, 0, None, False),
+        (256, 2048, 0, None, False),
+        (256, 2048, 32768, None, True),
+        (256, 8192, 4096, None, False),
+        (64, 8192, 0, None, False),
+        (256, 8192, 0, 512, False),
+    ],
+)
+def test_what_cudnn_takes(head_dim, query_len, context_len, window, fused):
+    assert takes_fused(head_dim, torch.bfloat16, query_len, context_len, window) is fused
+    assert not takes_fused(head_dim, torch.float32, query_len, context_len, window)
 
 
 def test_decode_ragged_batch(assert_accurate):
