@@ -31,8 +31,9 @@ class PhaseBatch:
     positions: torch.Tensor
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
-    seq_lens: tuple[int, ...]
-    """Context and new tokens together."""
+    seq_lens: tuple[int, ...] | torch.Tensor
+    """Context and new tokens together. Of decode rows on a GPU int64 [S] there, since what reads them must not
+    wait for the host; else numbers."""
     has_initial_state: torch.Tensor
     state_indices: torch.Tensor
     block_tables: torch.Tensor
@@ -65,13 +66,19 @@ def split_phases(batch: StepBatch) -> tuple[PhaseBatch, ...]:
 
 def _cut(batch: StepBatch, phase: Phase, sequences: slice, tokens: slice) -> PhaseBatch:
     query_lens, context_lens = batch.query_lens[sequences], batch.context_lens[sequences]
+    positions = batch.positions[tokens]
+    seq_lens: tuple[int, ...] | torch.Tensor = tuple(
+        q + c for q, c in zip(query_lens, context_lens, strict=True)
+    )
+    if phase is Phase.DECODE and positions.device.type != "cpu":
+        seq_lens = positions + 1
     return PhaseBatch(
         phase=phase,
         tokens=tokens,
-        positions=batch.positions[tokens],
+        positions=positions,
         query_lens=query_lens,
         context_lens=context_lens,
-        seq_lens=tuple(q + c for q, c in zip(query_lens, context_lens, strict=True)),
+        seq_lens=seq_lens,
         has_initial_state=batch.has_initial_state[sequences],
         state_indices=batch.state_indices[sequences],
         block_tables=batch.block_tables[sequences],
