@@ -32,7 +32,7 @@ class PhaseBatch:
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     seq_lens: tuple[int, ...] | torch.Tensor
-    """Context and new tokens together. Of decode rows on a GPU int64 [S] there, since what reads them must not
+    """Context and new tokens together. Of decode rows on a GPU int64 [S] there, as what reads them must not
     wait for the host; else numbers."""
     has_initial_state: torch.Tensor
     state_indices: torch.Tensor
