@@ -2,7 +2,7 @@
 
 `locate` adds up what `measure_chunks` wrote, settles greedy and unfiltered rows, and for a filtered row finds
 two intervals of logits: one that holds the boundary of the kept tokens, one that holds the token drawn.
-`gather_between` copies their tokens out, by rising id. Knows nothing of how a threshold is found inside.
+`gather_between` copies their tokens out. Knows nothing of how a threshold is found inside.
 """
 
 import triton
@@ -18,44 +18,45 @@ from hybridserve.kernels.sampler.triton_math import (
     uniform_of,
     weight_of,
 )
-from hybridserve.kernels.sampler.triton_measure import BROKEN, FIRST_MASS, MASS, PEAK, is_filtered
+from hybridserve.kernels.sampler.triton_measure import (
+    BROKEN,
+    FIRST_MASS,
+    GUARD,
+    MASS,
+    PEAK,
+    is_counted,
+    is_filtered,
+    is_short,
+)
 
 # columns of a row's plan, fp64
-KIND, TOP, TOTAL, WHOLE, BOUNDARY, DRAW = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 12))
-PLAN = 20
-# and of an interval in it: LOW < logit <= HIGH; tokens and mass above HIGH; tokens within; pivots of its ends
-LOW, HIGH, COUNT_ABOVE, MASS_ABOVE, WITHIN, LOW_PIVOT, HIGH_PIVOT = (tl.constexpr(i) for i in range(7))
-# kinds of rows: settled by `locate`; to be resolved from gathered tokens; from the whole row
-SETTLED, GATHERED, SCANNED = (tl.constexpr(float(i)) for i in range(3))
+KIND, TOP, TOTAL, WHOLE, SAME, BOUNDARY, DRAW = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 8, 12))
+PLAN = 16
+# and of an interval in it: LOW < logit <= HIGH; tokens and mass above HIGH
+LOW, HIGH, COUNT_ABOVE, MASS_ABOVE = (tl.constexpr(i) for i in range(4))
+# kinds of rows: settled by `locate`, or left to `resolve`
+SETTLED, FILTERED = (tl.constexpr(float(i)) for i in range(2))
 
 
 @triton.jit
-def _store_interval(plan, inside, outside, pivot, count, mass, top, vocab):
+def _store_interval(plan, inside, outside, pivot, count, mass, top):
     """Store the interval between the lowest pivot known to be inside and the highest known to be outside.
 
-    Returns tokens within, its high and its low end, and the mass above its high and above its low end.
+    Returns its high and its low end, and the mass above each.
     """
     infinity = float("inf")
     index = tl.arange(0, pivot.shape[0])
     high = tl.min(tl.where(inside, pivot, infinity))
     low = tl.max(tl.where(outside, pivot, -infinity))
     high_pivot = tl.min(tl.where(inside & (pivot == high), index, pivot.shape[0]))
-    low_pivot = tl.min(tl.where(outside & (pivot == low), index, pivot.shape[0]))
-    count_above = tl.sum(tl.where(index == high_pivot, count, 0))
     mass_above = tl.sum(tl.where(index == high_pivot, mass, 0.0))
-    bounded_below = low > -infinity
-    count_below = tl.where(bounded_below, tl.sum(tl.where(index == low_pivot, count, 0)), vocab)
-    within = count_below - count_above
+    mass_below = tl.min(tl.where(outside & (pivot == low), mass, infinity))
     high = tl.minimum(high, top)
     tl.store(plan + LOW, low.to(tl.float64))
     tl.store(plan + HIGH, high.to(tl.float64))
-    tl.store(plan + COUNT_ABOVE, count_above.to(tl.float64))
+    tl.store(plan + COUNT_ABOVE, tl.sum(tl.where(index == high_pivot, count, 0)).to(tl.float64))
     tl.store(plan + MASS_ABOVE, mass_above)
-    tl.store(plan + WITHIN, within.to(tl.float64))
-    tl.store(plan + LOW_PIVOT, tl.where(bounded_below, low_pivot, -1).to(tl.float64))
-    tl.store(plan + HIGH_PIVOT, tl.where(high_pivot < pivot.shape[0], high_pivot, -1).to(tl.float64))
-    mass_below = tl.where(bounded_below, tl.sum(tl.where(index == low_pivot, mass, 0.0)), infinity)
-    return within, high, low, mass_above, mass_below
+    return high, low, mass_above, mass_below
 
 
 @triton.jit
@@ -84,17 +85,15 @@ def _draw_by_id(row, vocab, chunk_mass, chunk_peak, top, u, high, low, CHUNK: tl
 
 
 @triton.jit
-def _locate_filtered(
-    plan, top, total, heat, k, p, least, u, pivot, count, mass, used, vocab, CANDIDATES: tl.constexpr
-):
+def _locate_filtered(plan, top, total, heat, k, p, least, u, pivot, count, mass, used, vocab):
     """Store the two intervals of a filtered row; the truth about a pivot may not be known yet."""
-    limit = tl.where((k > 0) & (k < vocab), k, vocab)
-    by_count = limit < vocab
+    by_count = is_counted(k, vocab)
+    limit = tl.where(by_count, k, vocab)
     # the total that top_p refers to is what top_k keeps: bounded by the pivots around the k-th token
     kept_least = tl.where(by_count, tl.max(tl.where(used & (count < limit), mass, 0.0)), total)
     kept_most = tl.where(by_count, tl.min(tl.where(used & (count >= limit), mass, total)), total)
     weight = tl.exp((pivot - top).to(tl.float64) / heat.to(tl.float64))
-    first = count == 0
+    first = pivot >= top
     infinity = float("inf")
     inside = (count < limit) & (mass < tl.where(p < 1, p * kept_least, infinity)) & (weight >= least)
     # with top_k and top_p, the k-th token must be found first, from the same tokens
@@ -102,10 +101,9 @@ def _locate_filtered(
     kept_mass = tl.where((p < 1) & (both == 0), p * kept_most, infinity)
     outside = (count >= limit) | (mass >= kept_mass) | (weight < tl.where(both, 0.0, least))
     whole = (p >= 1) & (least <= 0) & (by_count == 0)
-    within, high, low, above_high, above_low = _store_interval(
-        plan + BOUNDARY, used & (inside | first), used & outside & ~first, pivot, count, mass, top, vocab
+    high, low, above_high, above_low = _store_interval(
+        plan + BOUNDARY, used & (inside | first), used & outside & (pivot < top), pivot, count, mass, top
     )
-    within = tl.where(whole, 0, within)
 
     # the mass of what is kept, and so the point drawn, is known within these
     least_mass = tl.where(
@@ -117,21 +115,21 @@ def _locate_filtered(
     most_mass = tl.where(whole, total, tl.minimum(most_mass, total))
     drawn_inside = mass <= u * least_mass * (1 - 1e-6)
     drawn_outside = (mass > u * most_mass * (1 + 1e-6)) | (pivot <= tl.where(whole, -infinity, low))
-    drawn_within, _, _, _, _ = _store_interval(
+    drawn_high, drawn_low, _, _ = _store_interval(
         plan + DRAW,
         used & (drawn_inside | first),
-        used & drawn_outside & ~first,
+        used & drawn_outside & (pivot < top),
         pivot,
         count,
         mass,
         top,
-        vocab,
     )
-    fits = (within <= CANDIDATES) & (drawn_within <= CANDIDATES)
-    tl.store(plan + KIND, tl.where(fits, GATHERED, SCANNED).to(tl.float64))
+    same = (whole == 0) & (drawn_low == low) & (drawn_high == high)
+    tl.store(plan + KIND, FILTERED)
     tl.store(plan + TOP, top.to(tl.float64))
     tl.store(plan + TOTAL, total)
     tl.store(plan + WHOLE, whole.to(tl.float64))
+    tl.store(plan + SAME, same.to(tl.float64))
 
 
 @triton.jit
@@ -150,6 +148,7 @@ def locate(
     floats,
     counts,
     plans,
+    gathered,
     tokens,
     finite,
     HASHED: tl.constexpr,
@@ -162,6 +161,7 @@ def locate(
 ):
     """One program a row: `finite`, the token of rows that need no more, and the plan fp64 [PLAN] of others.
 
+    gathered: int32 [B, 2], tokens in the two intervals, is set to zero for `gather_between`.
     A filtered row's token is its likeliest one until `resolve` overwrites it.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -190,53 +190,23 @@ def locate(
         least = tl.load(min_p + row).to(tl.float64)
         if is_filtered(k, p, least):
             index = tl.arange(0, PADDED)
-            used = index < PIVOTS
+            by_count = is_counted(k, vocab)
+            used = (index >= tl.where(by_count & is_short(k, CANDIDATES), GUARD, 0)) & (index < PIVOTS)
             pivot = tl.load(pivots + row * PADDED + index, mask=used, other=0.0)
             grid = index[:, None] * num_chunks + chunks[None, :]
             both = used[:, None] & real[None, :]
             above = floats + (row * (FIRST_MASS + PIVOTS) + FIRST_MASS) * num_chunks
             mass = tl.sum(tl.load(above + grid, mask=both, other=0.0).to(tl.float64) * scale[None, :], axis=1)
-            count = tl.sum(tl.load(counts + row * PIVOTS * num_chunks + grid, mask=both, other=0), axis=1)
+            count = tl.zeros([PADDED], tl.int32)
+            if by_count:
+                counted = counts + row * PIVOTS * num_chunks
+                count = tl.sum(tl.load(counted + grid, mask=both, other=0), axis=1)
             total = tl.sum(chunk_mass)
-            _locate_filtered(
-                plan, top, total, heat, k, p, least, u, pivot, count, mass, used, vocab, CANDIDATES
-            )
+            _locate_filtered(plan, top, total, heat, k, p, least, u, pivot, count, mass, used, vocab)
+            tl.store(gathered + row * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
         else:
             token = _draw_by_id(this_row, vocab, chunk_mass, chunk_peak, top, u, high, low, CHUNK)
     tl.store(tokens + row, token.to(tl.int64))
-
-
-@triton.jit
-def _gather_interval(
-    interval,
-    values,
-    ids,
-    x,
-    cols,
-    chunk,
-    counts,
-    num_chunks,
-    vocab,
-    CHUNK: tl.constexpr,
-    CHUNKS_PADDED: tl.constexpr,
-):
-    """Copy one chunk's part of an interval to its place; places follow from the counts of earlier chunks."""
-    low = tl.load(interval + LOW).to(tl.float32)
-    high = tl.load(interval + HIGH).to(tl.float32)
-    low_pivot = tl.load(interval + LOW_PIVOT).to(tl.int32)
-    high_pivot = tl.load(interval + HIGH_PIVOT).to(tl.int32)
-    chunks = tl.arange(0, CHUNKS_PADDED)
-    above_low = tl.load(
-        counts + low_pivot * num_chunks + chunks, mask=chunks < tl.where(low_pivot >= 0, chunk, 0), other=0
-    )
-    above_low = tl.where(low_pivot >= 0, tl.sum(above_low), chunk * CHUNK)
-    above_high = tl.load(
-        counts + high_pivot * num_chunks + chunks, mask=chunks < tl.where(high_pivot >= 0, chunk, 0), other=0
-    )
-    chosen = (x > low) & (x <= high) & (cols < vocab)
-    place = above_low - tl.sum(above_high) + tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(values + place, x, mask=chosen)
-    tl.store(ids + place, cols, mask=chosen)
 
 
 @triton.jit
@@ -244,39 +214,41 @@ def gather_between(
     logits,
     row_stride,
     vocab,
-    counts,
     plans,
-    values,
-    ids,
+    gathered,
+    lists,
     CHUNK: tl.constexpr,
-    CHUNKS_PADDED: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    PIVOTS: tl.constexpr,
     PLAN: tl.constexpr,
 ):
-    """One program a chunk of a row: values fp32 and ids int32 [B, 2, CANDIDATES], boundary and draw."""
+    """One program a chunk of a row: lists int64 [B, 2, CANDIDATES], the tokens of boundary and draw.
+
+    An entry is the bits of a logit above its id. Chunks take places as they come, so whoever reads a list must
+    not depend on its order; tokens that do not fit are only counted.
+    """
     num_chunks = tl.cdiv(vocab, CHUNK)
     row = (tl.program_id(0) // num_chunks).to(tl.int64)
     chunk = tl.program_id(0) % num_chunks
     plan = plans + row * PLAN
-    if tl.load(plan + KIND) == GATHERED:
+    if tl.load(plan + KIND) == FILTERED:
+        infinity = float("inf")
+        low = tl.where(tl.load(plan + WHOLE) == 0, tl.load(plan + BOUNDARY + LOW).to(tl.float32), infinity)
+        high = tl.load(plan + BOUNDARY + HIGH).to(tl.float32)
+        drawn_low = tl.where(tl.load(plan + SAME) == 0, tl.load(plan + DRAW + LOW).to(tl.float32), infinity)
+        drawn_high = tl.load(plan + DRAW + HIGH).to(tl.float32)
         cols = chunk * CHUNK + tl.arange(0, CHUNK)
         x = bounded(load_columns(logits + row * row_stride, cols, vocab))
-        row_counts = counts + row * PIVOTS * num_chunks
-        for i in tl.static_range(2):
-            interval = plan + (DRAW if i else BOUNDARY)
-            place = (row * 2 + i) * CANDIDATES
-            if (tl.load(interval + WITHIN) > 0) & ((i == 1) | (tl.load(plan + WHOLE) == 0)):
-                _gather_interval(
-                    interval,
-                    values + place,
-                    ids + place,
-                    x,
-                    cols,
-                    chunk,
-                    row_counts,
-                    num_chunks,
-                    vocab,
-                    CHUNK,
-                    CHUNKS_PADDED,
-                )
+        chosen = (x > low) & (x <= high) & (cols < vocab)
+        drawn = (x > drawn_low) & (x <= drawn_high) & (cols < vocab)
+        # two numbers in one: places in the one list, and in the other
+        flags = chosen.to(tl.int32) + drawn.to(tl.int32) * 65536
+        found = tl.sum(flags)
+        if found > 0:
+            place = tl.cumsum(flags, 0) - flags
+            entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | cols
+            start = tl.atomic_add(gathered + row * 2, found & 65535)
+            drawn_start = tl.atomic_add(gathered + row * 2 + 1, found >> 16)
+            here = start + (place & 65535)
+            tl.store(lists + row * 2 * CANDIDATES + here, entry, mask=chosen & (here < CANDIDATES))
+            here = drawn_start + (place >> 16)
+            tl.store(lists + (row * 2 + 1) * CANDIDATES + here, entry, mask=drawn & (here < CANDIDATES))

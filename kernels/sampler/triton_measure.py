@@ -25,13 +25,26 @@ PIVOTS_PADDED = 16
 # columns of a chunk's floats, before the masses above the pivots
 PEAK, BROKEN, MASS, FIRST_MASS = (tl.constexpr(i) for i in range(4))
 FLOATS = 3 + PIVOTS
-# sampled tokens above the guard at the least: enough that its place is known, few enough to be gathered
-_GUARDED = tl.constexpr(16)
+GUARD = tl.constexpr(8)
+# sampled tokens above the guard at the least: enough that its place is known, few enough to be ranked
+_GUARDED = tl.constexpr(8.0)
 
 
 @triton.jit
 def is_filtered(top_k, top_p, min_p):
     return (top_k > 0) | (top_p < 1) | (min_p > 0)
+
+
+@triton.jit
+def is_counted(top_k, vocab):
+    """Whether top_k drops anything, so that tokens must be counted."""
+    return (top_k > 0) & (top_k < vocab)
+
+
+@triton.jit
+def is_short(top_k, CANDIDATES: tl.constexpr):
+    """Whether what top_k keeps may be gathered whole: then the guard is the only pivot needed."""
+    return (top_k > 0) & (top_k <= CANDIDATES // 2)
 
 
 @triton.jit
@@ -105,13 +118,13 @@ def choose_pivots(
         # where each filter would end, as a share of the mass
         sampled = tl.minimum(vocab, SAMPLE).to(tl.float32)
         counted = k * sampled / vocab
-        by_count = (k > 0) & (k < vocab)
+        by_count = is_counted(k, vocab)
         count_share = tl.sum(tl.where(cum_count <= counted, mass, 0.0)) / total
         share = tl.minimum(p, tl.where(by_count, count_share, 1.0))
         share = tl.minimum(share, tl.sum(tl.where(weight >= least, mass, 0.0)) / total)
         # a small top_k lies above the guard; a large one is a quantile of the count, not of the mass
-        large = by_count & (k > CANDIDATES // 2)
-        counts = large & (count_share <= share)
+        short = by_count & is_short(k, CANDIDATES)
+        counts = by_count & (short == 0) & (count_share <= share)
         out = pivots + row * PADDED
         _bracket(
             out,
@@ -125,9 +138,9 @@ def choose_pivots(
         )
         u = uniform_of(uniform, seeds, positions, row, HASHED).to(tl.float32)
         _bracket(out + 4, share * u, index, cum_mass, mass, square, top, width)
-        small = tl.where(by_count & ~large, counted, 0.0)
-        guarded = tl.maximum(small + 4 * tl.sqrt(small) + 8, _GUARDED)
-        tl.store(out + 8, top - (tl.sum((cum_count < guarded).to(tl.float32)) + 1) * width)
+        above = tl.where(short, counted, 0.0)
+        guarded = tl.maximum(above + 4 * tl.sqrt(above) + 4, _GUARDED)
+        tl.store(out + GUARD, top - (tl.sum((cum_count < guarded).to(tl.float32)) + 1) * width)
 
 
 @triton.jit
@@ -143,14 +156,15 @@ def measure_chunks(
     floats,
     counts,
     CHUNK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
     PIVOTS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
     """One program a chunk of a row, whose own peak is what its masses refer to.
 
     floats: fp32 [B, 3 + PIVOTS, chunks]: peak; 1 where a NaN or infinity is; mass; mass above each pivot.
-    counts: int32 [B, PIVOTS, chunks], tokens above each pivot. Greedy rows get no masses, unfiltered ones
-    nothing above pivots: what is left out is not written.
+    counts: int32 [B, PIVOTS, chunks], tokens above each pivot. What a row's filters do not ask for is left out
+    and not written: masses of greedy rows, pivots of unfiltered ones, counts without a top_k.
     """
     num_chunks = tl.cdiv(vocab, CHUNK)
     row = (tl.program_id(0) // num_chunks).to(tl.int64)
@@ -168,9 +182,20 @@ def measure_chunks(
         high, low = inverse_temperature(heat)
         weight = weight_of(x, peak, high, low)
         tl.store(out + MASS * num_chunks, tl.sum(weight))
-        if is_filtered(tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)):
-            for i in tl.static_range(PIVOTS):
-                higher = x > tl.load(pivots + row * PADDED + i)
-                tl.store(out + (FIRST_MASS + i) * num_chunks, tl.sum(tl.where(higher, weight, 0.0)))
-                count = tl.sum(higher.to(tl.int32))
-                tl.store(counts + (row * PIVOTS + i) * num_chunks + chunk, count)
+        k = tl.load(top_k + row)
+        if is_filtered(k, tl.load(top_p + row), tl.load(min_p + row)):
+            pivots += row * PADDED
+            masses = out + FIRST_MASS * num_chunks
+            counted = counts + row * PIVOTS * num_chunks + chunk
+            if is_counted(k, vocab) & is_short(k, CANDIDATES):
+                higher = x > tl.load(pivots + GUARD)
+                tl.store(masses + GUARD * num_chunks, tl.sum(tl.where(higher, weight, 0.0)))
+                tl.store(counted + GUARD * num_chunks, tl.sum(higher.to(tl.int32)))
+            else:
+                for i in tl.static_range(PIVOTS):
+                    higher = x > tl.load(pivots + i)
+                    tl.store(masses + i * num_chunks, tl.sum(tl.where(higher, weight, 0.0)))
+                if is_counted(k, vocab):
+                    for i in tl.static_range(PIVOTS):
+                        higher = x > tl.load(pivots + i)
+                        tl.store(counted + i * num_chunks, tl.sum(higher.to(tl.int32)))

@@ -1,6 +1,6 @@
 """Sampling on the GPU: temperature, top-k, top-p, min-p and the draw, without sorting the vocabulary.
 
-Two passes over the logits for filtered rows and one for others, in seven launches that a CUDA graph can hold.
+Two passes over the logits for filtered rows and one for others, in six launches that a CUDA graph can hold.
 Rows are independent, and greedy, unfiltered and filtered ones may be mixed. Knows nothing of requests.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from hybridserve.kernels.sampler.triton_locate import GATHERED, PLAN, SCANNED, gather_between, locate
+from hybridserve.kernels.sampler.triton_locate import PLAN, gather_between, locate
 from hybridserve.kernels.sampler.triton_measure import (
     FLOATS,
     PIVOTS,
@@ -28,12 +28,14 @@ class Tuning:
     """Columns that one program reads."""
     sample: int = 8192
     """Logits of a row that its pivots are chosen from."""
-    bins: int = 512
+    bins: int = 256
     """Of the histogram of that sample."""
-    candidates: int = 16384
+    candidates: int = 32768
     """Tokens that may be gathered for a threshold; where it takes more, the row is scanned whole."""
-    tile: int = 2048
-    """Tokens looked at together when a threshold is resolved."""
+    ranked: int = 512
+    """Tokens that are sorted to end the search for a threshold."""
+    tile: int = 512
+    """Tokens looked at together while it goes on."""
 
 
 def sample(
@@ -100,8 +102,9 @@ def _launch(
     floats = torch.empty(num_rows, FLOATS, num_chunks, device=device)
     counts = torch.empty(num_rows, PIVOTS, num_chunks, dtype=torch.int32, device=device)
     plans = torch.empty(num_rows, PLAN, dtype=torch.float64, device=device)
-    values = torch.empty(num_rows, 2, tuning.candidates, device=device)
-    ids = torch.empty(num_rows, 2, tuning.candidates, dtype=torch.int32, device=device)
+    gathered = torch.empty(num_rows, 2, dtype=torch.int32, device=device)
+    lists = torch.empty(num_rows, 2, tuning.candidates, dtype=torch.int64, device=device)
+    scratch = torch.empty(num_rows, tuning.ranked, dtype=torch.int64, device=device)
 
     rows, chunks = (num_rows,), (num_rows * num_chunks,)
     given = (logits, logits.stride(0), vocab)
@@ -127,6 +130,7 @@ def _launch(
         floats,
         counts,
         CHUNK=tuning.chunk,
+        CANDIDATES=tuning.candidates,
         PIVOTS=PIVOTS,
         PADDED=PIVOTS_PADDED,
         num_warps=4,
@@ -139,6 +143,7 @@ def _launch(
         floats,
         counts,
         plans,
+        gathered,
         tokens,
         finite,
         HASHED=hashed,
@@ -152,30 +157,28 @@ def _launch(
     )
     gather_between[chunks](
         *given,
-        counts,
         plans,
-        values,
-        ids,
+        gathered,
+        lists,
         CHUNK=tuning.chunk,
-        CHUNKS_PADDED=padded,
         CANDIDATES=tuning.candidates,
-        PIVOTS=PIVOTS,
         PLAN=PLAN,
-        num_warps=4,
+        num_warps=8,
     )
-    for kind, from_row in ((GATHERED, False), (SCANNED, True)):
+    for from_row in (False, True):
         resolve[rows](
             *given,
             *options,
             *numbers,
             plans,
-            values,
-            ids,
+            gathered,
+            lists,
+            scratch,
             tokens,
-            KINDS=kind.value,
             FROM_ROW=from_row,
             HASHED=hashed,
             CANDIDATES=tuning.candidates,
+            RANKED=tuning.ranked,
             PLAN=PLAN,
             TILE=tuning.tile,
             num_warps=8,
