@@ -238,10 +238,10 @@ def gather_between(
         drawn_high = tl.load(plan + DRAW + HIGH).to(tl.float32)
         cols = chunk * CHUNK + tl.arange(0, CHUNK)
         x = bounded(load_columns(logits + row * row_stride, cols, vocab))
-        chosen = (x > low) & (x <= high) & (cols < vocab)
-        drawn = (x > drawn_low) & (x <= drawn_high) & (cols < vocab)
-        # two numbers in one: places in the one list, and in the other
-        flags = chosen.to(tl.int32) + drawn.to(tl.int32) * 65536
+        x = tl.where(cols < vocab, x, -infinity)
+        # two numbers in one: whether it is of the one list, and of the other
+        flags = ((x > low) & (x <= high)).to(tl.int32)
+        flags += tl.where((x > drawn_low) & (x <= drawn_high), 65536, 0)
         found = tl.sum(flags)
         if found > 0:
             place = tl.cumsum(flags, 0) - flags
@@ -249,6 +249,8 @@ def gather_between(
             start = tl.atomic_add(gathered + row * 2, found & 65535)
             drawn_start = tl.atomic_add(gathered + row * 2 + 1, found >> 16)
             here = start + (place & 65535)
-            tl.store(lists + row * 2 * CANDIDATES + here, entry, mask=chosen & (here < CANDIDATES))
+            fits = ((flags & 1) == 1) & (here < CANDIDATES)
+            tl.store(lists + row * 2 * CANDIDATES + here, entry, mask=fits)
             here = drawn_start + (place >> 16)
-            tl.store(lists + (row * 2 + 1) * CANDIDATES + here, entry, mask=drawn & (here < CANDIDATES))
+            fits = (flags > 1) & (here < CANDIDATES)
+            tl.store(lists + (row * 2 + 1) * CANDIDATES + here, entry, mask=fits)
