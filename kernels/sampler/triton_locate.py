@@ -223,8 +223,8 @@ def gather_between(
 ):
     """One program a chunk of a row: lists int64 [B, 2, CANDIDATES], the tokens of boundary and draw.
 
-    An entry is the bits of a logit above its id. Chunks take places as they come, so whoever reads a list must
-    not depend on its order; tokens that do not fit are only counted.
+    An entry is the bits of a logit above its id. Chunks take places as they come, so that a reader must not
+    depend on a list's order; tokens that do not fit are only counted.
     """
     num_chunks = tl.cdiv(vocab, CHUNK)
     row = (tl.program_id(0) // num_chunks).to(tl.int64)

@@ -1,7 +1,7 @@
 """Log probabilities of given tokens, their ranks and the likeliest tokens, on the GPU, in one pass.
 
-Each chunk of a row gives its own sum and its own likeliest tokens; one program a row merges them. Knows nothing
-of requests.
+Each chunk of a row gives its own sum and its own likeliest tokens; one program a row merges them. Knows
+nothing of requests.
 """
 
 import torch
@@ -57,9 +57,7 @@ def token_logprobs(
 
 
 @triton.jit(do_not_specialize=["num_top"])
-def _chunk_logprobs(
-    logits, row_stride, vocab, token_ids, num_top, sums, ranks, best, CHUNK: tl.constexpr
-):
+def _chunk_logprobs(logits, row_stride, vocab, token_ids, num_top, sums, ranks, best, CHUNK: tl.constexpr):
     num_chunks = tl.cdiv(vocab, CHUNK)
     row = (tl.program_id(0) // num_chunks).to(tl.int64)
     chunk = tl.program_id(0) % num_chunks

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from hybridserve.kernels.sampler.triton_math import (
     HIGHEST,
-    LOWEST,
     bounded,
     inverse_temperature,
     load_columns,
@@ -163,8 +162,8 @@ def measure_chunks(
     """One program a chunk of a row, whose own peak is what its masses refer to.
 
     floats: fp32 [B, 3 + PIVOTS, chunks]: peak; 1 where a NaN or infinity is; mass; mass above each pivot.
-    counts: int32 [B, PIVOTS, chunks], tokens above each pivot. What a row's filters do not ask for is left out
-    and not written: masses of greedy rows, pivots of unfiltered ones, counts without a top_k.
+    counts: int32 [B, PIVOTS, chunks], tokens above each pivot. What a row's filters do not ask for is not
+    written: masses of greedy rows, pivots of unfiltered ones, counts without a top_k.
     """
     num_chunks = tl.cdiv(vocab, CHUNK)
     row = (tl.program_id(0) // num_chunks).to(tl.int64)

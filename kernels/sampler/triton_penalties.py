@@ -31,7 +31,8 @@ def penalize_batch(
 
     logits: fp32, bf16 or fp16, columns contiguous. token_ids: int32 or int64 [B, L], prompt then output, ids
         in [0, V), columns contiguous; what lies past a row's end is not read. prompt_lens, lens: int [B],
-        tokens of the prompt and of both. repetition, presence, frequency: fp32 [B]; 1, 0 and 0 change nothing.
+        tokens of the prompt and of both.
+    repetition, presence, frequency: fp32 [B]; 1, 0 and 0 change nothing.
     counts: int32 [at least B, V], all zero, and all zero again afterwards; it saves clearing one each time.
     A row costs time by its tokens, not by V; bitwise what fp32 arithmetic in PyTorch gives.
     """

@@ -75,9 +75,9 @@ def _narrow(
 ):
     """Narrow (low, high], around the lowest logit that would be kept, to at most RANKED tokens or one logit.
 
-    A logit t would be kept if fewer than count_limit tokens and less than mass_limit lie above it and it weighs
-    `least` or more; `high` is known to be. within: tokens in the interval; count, mass: of what lies above it.
-    Returns the same five of the narrowed interval.
+    A logit t would be kept if fewer than count_limit tokens and less than mass_limit lie above it and it
+    weighs `least` or more; `high` is known to be. within: tokens in the interval; count, mass: of what lies
+    above it. Returns the same five of the narrowed interval.
     """
     inverse, correction = inverse_temperature(heat)
     step = tl.arange(0, 16) + 1
@@ -112,7 +112,7 @@ def _narrow(
 def _rank(source, size, low, high, scratch, RANKED: tl.constexpr, TILE: tl.constexpr, FROM_ROW: tl.constexpr):
     """The at most RANKED tokens of (low, high], likeliest first, equal ones by rising id: logits and ids."""
     place = 0
-    # the tokens before it: the last program of this block to have used the scratch is done
+    # an earlier ranking may still be read from the scratch
     tl.debug_barrier()
     for start in range(0, size, TILE):
         x, ids, inside = _read(source, start, size, low, high, TILE, FROM_ROW)
@@ -172,8 +172,9 @@ def resolve(
 ):
     """One program a row: overwrite the token of a filtered row.
 
-    FROM_ROW: only rows with more tokens in an interval than were gathered, from the whole row; else the others.
-    Up to three thresholds in turn: the k-th token, for the total that top_p refers to; the boundary; the draw.
+    FROM_ROW: only rows with more tokens in an interval than were gathered, from the whole row; else only the
+    others. Up to three thresholds in turn, as stages: 0, the k-th token, for the total that top_p refers to;
+    1, the boundary; 2, the draw.
     """
     row = tl.program_id(0).to(tl.int64)
     plan = plans + row * PLAN

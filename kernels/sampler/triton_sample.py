@@ -38,6 +38,10 @@ class Tuning:
     """Tokens looked at together while it goes on."""
 
 
+SERVED = Tuning()
+"""What an H200 and vocabularies up to 262,144 are served with."""
+
+
 def sample(
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -45,7 +49,7 @@ def sample(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     uniform: torch.Tensor,
-    tuning: Tuning = Tuning(),  # noqa: B008
+    tuning: Tuning = SERVED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token a row, and whether the row is free of NaN and infinities.
 
@@ -71,7 +75,7 @@ def sample_seeded(
     min_p: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-    tuning: Tuning = Tuning(),  # noqa: B008
+    tuning: Tuning = SERVED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`sample` with the numbers that `uniform_from_seed(seed, position)` gives, computed on the device.
 
