@@ -246,8 +246,8 @@ def gather_between(
         if found > 0:
             place = tl.cumsum(flags, 0) - flags
             entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | cols
-            start = tl.atomic_add(gathered + row * 2, found & 65535)
-            drawn_start = tl.atomic_add(gathered + row * 2 + 1, found >> 16)
+            start = tl.atomic_add(gathered + row * 2, found & 65535, sem="relaxed")
+            drawn_start = tl.atomic_add(gathered + row * 2 + 1, found >> 16, sem="relaxed")
             here = start + (place & 65535)
             fits = ((flags & 1) == 1) & (here < CANDIDATES)
             tl.store(lists + row * 2 * CANDIDATES + here, entry, mask=fits)

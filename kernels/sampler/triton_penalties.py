@@ -120,8 +120,8 @@ def _count_tokens(
     )
     in_prompt = at < tl.load(prompt_lens + row)
     here = counts + row * count_stride + ids
-    tl.atomic_or(here, tl.full([BLOCK], _IN_PROMPT, tl.int32), mask=real & in_prompt)
-    tl.atomic_add(here, tl.full([BLOCK], 1, tl.int32), mask=real & (in_prompt == 0))
+    tl.atomic_or(here, tl.full([BLOCK], _IN_PROMPT, tl.int32), mask=real & in_prompt, sem="relaxed")
+    tl.atomic_add(here, tl.full([BLOCK], 1, tl.int32), mask=real & (in_prompt == 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["token_stride", "blocks"])
@@ -145,7 +145,7 @@ def _apply_penalties(
     )
     # of a token that occurs often, only one program takes the count, and leaves zero
     nothing = tl.full([BLOCK], 0, tl.int32)
-    count = tl.atomic_xchg(counts + row * count_stride + ids, nothing, mask=real)
+    count = tl.atomic_xchg(counts + row * count_stride + ids, nothing, mask=real, sem="relaxed")
     taken = real & (count != 0)
     here = logits + row * row_stride + ids
     x = tl.load(here, mask=taken, other=0.0).to(tl.float32)
