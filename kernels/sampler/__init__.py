@@ -1,6 +1,49 @@
-"""From logits to tokens: penalties, filters, the draw, logprobs, and the random numbers."""
+"""From logits to tokens: penalties, filters, the draw, logprobs, and the random numbers.
 
-from hybridserve.kernels.sampler.cpu import penalize, rows_finite, sample, token_logprobs
+These run where their tensors are. What a GPU can do in fewer passes (a finite flag beside the tokens, seeds
+hashed on the device, edits of a whole batch) is in triton_greedy, triton_sample and triton_penalties.
+"""
+
+import torch
+
+from hybridserve.kernels.sampler import cpu
+from hybridserve.kernels.sampler.cpu import penalize
 from hybridserve.kernels.sampler.random import uniform_from_seed
 
 __all__ = ["penalize", "rows_finite", "sample", "token_logprobs", "uniform_from_seed"]
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniform: torch.Tensor,
+) -> torch.Tensor:
+    """int64 [B], one token a row of logits [B, V]: see `cpu.sample`, and `triton_sample.sample` on a GPU."""
+    if logits.is_cuda:
+        from hybridserve.kernels.sampler import triton_sample
+
+        return triton_sample.sample(logits, temperature, top_k, top_p, min_p, uniform)[0]
+    return cpu.sample(logits, temperature, top_k, top_p, min_p, uniform)
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log probabilities of given and of the likeliest tokens: see `cpu.token_logprobs`."""
+    if logits.is_cuda:
+        from hybridserve.kernels.sampler import triton_logprobs
+
+        return triton_logprobs.token_logprobs(logits, token_ids, num_top)
+    return cpu.token_logprobs(logits, token_ids, num_top)
+
+
+def rows_finite(logits: torch.Tensor) -> torch.Tensor:
+    """bool [R]: whether a row of logits [R, V] is free of NaN and infinities."""
+    if logits.is_cuda:
+        from hybridserve.kernels.sampler import triton_greedy
+
+        return triton_greedy.greedy(logits)[1]
+    return cpu.rows_finite(logits)

@@ -1,0 +1,200 @@
+"""The first half of sampling on the GPU: pivots from a sample of each row, then counts and masses above them.
+
+Every filter keeps a prefix of a row's ranking, and the draw is a point of it, so both are thresholds. A small
+sample says about where they lie; one pass over the logits then measures, exactly, how many tokens and how
+much mass lie above each pivot. Knows nothing of how the thresholds are found from that. "Mass" is the sum of
+exp((logit - peak) / temperature).
+"""
+
+import triton
+import triton.language as tl
+
+from hybridserve.kernels.sampler.triton_math import (
+    HIGHEST,
+    bounded,
+    inverse_temperature,
+    load_columns,
+    uniform_of,
+    weight_of,
+)
+
+# one that guards the top of the ranking, and four around each of boundary and draw
+PIVOTS = 9
+PIVOTS_PADDED = 16
+# columns of a chunk's floats, before the masses above the pivots
+PEAK, BROKEN, MASS, FIRST_MASS = (tl.constexpr(i) for i in range(4))
+FLOATS = 3 + PIVOTS
+GUARD = tl.constexpr(8)
+# sampled tokens above the guard at the least: enough that its place is known, few enough to be ranked
+_GUARDED = tl.constexpr(8.0)
+
+
+@triton.jit
+def is_filtered(top_k, top_p, min_p):
+    return (top_k > 0) | (top_p < 1) | (min_p > 0)
+
+
+@triton.jit
+def is_counted(top_k, vocab):
+    """Whether top_k drops anything, so that tokens must be counted."""
+    return (top_k > 0) & (top_k < vocab)
+
+
+@triton.jit
+def is_short(top_k, CANDIDATES: tl.constexpr):
+    """Whether what top_k keeps may be gathered whole: then the guard is the only pivot needed."""
+    return (top_k > 0) & (top_k <= CANDIDATES // 2)
+
+
+@triton.jit
+def _bracket(pivots, share, index, cumulative, mass, square, top, width):
+    """Store four pivots around the point with `share` of the sampled mass above it.
+
+    The share above a fixed point has the variance of a ratio of sums: (1 - share)^2 times the squared weights
+    above plus share^2 times those below, over the squared total. Four deviations miss once in 15,000.
+    """
+    total = tl.sum(mass)
+    over = tl.sum(tl.where(cumulative - mass < share * total, square, 0.0))
+    variance = (1 - share) * (1 - share) * over + share * share * tl.maximum(tl.sum(square) - over, 0.0)
+    deviation = tl.sqrt(variance) / total
+    for i in tl.static_range(4):
+        z = (-4.0 if i == 0 else -1.2) if i < 2 else (1.2 if i == 2 else 4.0)
+        wanted = (share + z * deviation) * total
+        edge = tl.sum((cumulative < wanted).to(tl.float32))
+        tl.store(pivots + i, top - (edge + (1.0 if i >= 2 else 0.0)) * width)
+
+
+@triton.jit
+def choose_pivots(
+    logits,
+    row_stride,
+    vocab,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    uniform,
+    seeds,
+    positions,
+    pivots,
+    HASHED: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    BINS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """One program a row that is filtered: pivots fp32 [B, PADDED] from a histogram of SAMPLE of its logits.
+
+    A poor sample costs time, never correctness.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    heat = tl.load(temperature + row).to(tl.float32)
+    k = tl.load(top_k + row).to(tl.float32)
+    p = tl.load(top_p + row).to(tl.float32)
+    least = tl.load(min_p + row).to(tl.float32)
+    if (heat > 0) & is_filtered(k, p, least):
+        at = tl.arange(0, SAMPLE)
+        # 128-byte segments, evenly spread; a short row is taken whole
+        spread = at // 32 * vocab // (SAMPLE // 32) + at % 32
+        cols = tl.where(vocab > SAMPLE, spread, at)
+        x = bounded(load_columns(logits + row * row_stride, cols, vocab))
+        taken = cols < vocab
+        top = tl.max(x)
+        bottom = tl.min(tl.where(taken, x, HIGHEST))
+        # far below the top nothing weighs, and an outlier there must not widen the bins
+        width = tl.maximum(tl.minimum(top - bottom, tl.maximum(30 * heat, 64.0)) / BINS, 1e-30)
+        place = tl.minimum((top - x) / width, BINS - 1).to(tl.int32)
+        count = tl.histogram(place, BINS, mask=taken).to(tl.float32)
+        index = tl.arange(0, BINS)
+        high, low = inverse_temperature(heat)
+        weight = tl.exp2(-(index + 0.5) * width * high)
+        mass = count * weight
+        square = mass * weight
+        cum_count = tl.cumsum(count, 0)
+        cum_mass = tl.cumsum(mass, 0)
+        total = tl.sum(mass)
+
+        # where each filter would end, as a share of the mass
+        sampled = tl.minimum(vocab, SAMPLE).to(tl.float32)
+        counted = k * sampled / vocab
+        by_count = is_counted(k, vocab)
+        count_share = tl.sum(tl.where(cum_count <= counted, mass, 0.0)) / total
+        share = tl.minimum(p, tl.where(by_count, count_share, 1.0))
+        share = tl.minimum(share, tl.sum(tl.where(weight >= least, mass, 0.0)) / total)
+        # a small top_k lies above the guard; a large one is a quantile of the count, not of the mass
+        short = by_count & is_short(k, CANDIDATES)
+        counts = by_count & (short == 0) & (count_share <= share)
+        out = pivots + row * PADDED
+        _bracket(
+            out,
+            tl.where(counts, counted / sampled, share),
+            index,
+            tl.where(counts, cum_count, cum_mass),
+            tl.where(counts, count, mass),
+            tl.where(counts, count, square),
+            top,
+            width,
+        )
+        u = uniform_of(uniform, seeds, positions, row, HASHED).to(tl.float32)
+        _bracket(out + 4, share * u, index, cum_mass, mass, square, top, width)
+        above = tl.where(short, counted, 0.0)
+        guarded = tl.maximum(above + 4 * tl.sqrt(above) + 4, _GUARDED)
+        tl.store(out + GUARD, top - (tl.sum((cum_count < guarded).to(tl.float32)) + 1) * width)
+
+
+@triton.jit
+def measure_chunks(
+    logits,
+    row_stride,
+    vocab,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    pivots,
+    floats,
+    counts,
+    CHUNK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """One program a chunk of a row, whose own peak is what its masses refer to.
+
+    floats: fp32 [B, 3 + PIVOTS, chunks]: peak; 1 where a NaN or infinity is; mass; mass above each pivot.
+    counts: int32 [B, PIVOTS, chunks], tokens above each pivot. What a row's filters do not ask for is not
+    written: masses of greedy rows, pivots of unfiltered ones, counts without a top_k.
+    """
+    num_chunks = tl.cdiv(vocab, CHUNK)
+    row = (tl.program_id(0) // num_chunks).to(tl.int64)
+    chunk = tl.program_id(0) % num_chunks
+    raw = load_columns(logits + row * row_stride, chunk * CHUNK + tl.arange(0, CHUNK), vocab)
+    # 0 * NaN and 0 * inf are NaN
+    nothing = tl.sum(raw * 0.0)
+    x = bounded(raw)
+    peak = tl.max(x)
+    out = floats + row * (FIRST_MASS + PIVOTS) * num_chunks + chunk
+    tl.store(out + PEAK * num_chunks, peak)
+    tl.store(out + BROKEN * num_chunks, tl.where(nothing == 0.0, 0.0, 1.0))
+    heat = tl.load(temperature + row).to(tl.float32)
+    if heat > 0:
+        high, low = inverse_temperature(heat)
+        weight = weight_of(x, peak, high, low)
+        tl.store(out + MASS * num_chunks, tl.sum(weight))
+        k = tl.load(top_k + row)
+        if is_filtered(k, tl.load(top_p + row), tl.load(min_p + row)):
+            pivots += row * PADDED
+            masses = out + FIRST_MASS * num_chunks
+            counted = counts + row * PIVOTS * num_chunks + chunk
+            if is_counted(k, vocab) & is_short(k, CANDIDATES):
+                higher = x > tl.load(pivots + GUARD)
+                tl.store(masses + GUARD * num_chunks, tl.sum(tl.where(higher, weight, 0.0)))
+                tl.store(counted + GUARD * num_chunks, tl.sum(higher.to(tl.int32)))
+            else:
+                for i in tl.static_range(PIVOTS):
+                    higher = x > tl.load(pivots + i)
+                    tl.store(masses + i * num_chunks, tl.sum(tl.where(higher, weight, 0.0)))
+                if is_counted(k, vocab):
+                    for i in tl.static_range(PIVOTS):
+                        higher = x > tl.load(pivots + i)
+                        tl.store(counted + i * num_chunks, tl.sum(higher.to(tl.int32)))

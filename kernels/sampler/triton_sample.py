@@ -1,0 +1,190 @@
+"""Sampling on the GPU: temperature, top-k, top-p, min-p and the draw, without sorting the vocabulary.
+
+Two passes over the logits for filtered rows and one for others, in six launches that a CUDA graph can hold.
+Rows are independent, and greedy, unfiltered and filtered ones may be mixed. Knows nothing of requests.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from hybridserve.kernels.sampler.triton_locate import PLAN, gather_between, locate
+from hybridserve.kernels.sampler.triton_measure import (
+    FLOATS,
+    PIVOTS,
+    PIVOTS_PADDED,
+    choose_pivots,
+    measure_chunks,
+)
+from hybridserve.kernels.sampler.triton_resolve import resolve
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Sizes that change speed, and rounding by way of `chunk`, but nothing else. All are powers of two."""
+
+    chunk: int = 4096
+    """Columns that one program reads."""
+    sample: int = 8192
+    """Logits of a row that its pivots are chosen from."""
+    bins: int = 256
+    """Of the histogram of that sample."""
+    candidates: int = 32768
+    """Tokens that may be gathered for a threshold; where it takes more, the row is scanned whole."""
+    ranked: int = 512
+    """Tokens that are sorted to end the search for a threshold."""
+    tile: int = 512
+    """Tokens looked at together while it goes on."""
+
+
+SERVED = Tuning()
+"""What an H200 and vocabularies up to 262,144 are served with."""
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniform: torch.Tensor,
+    tuning: Tuning = SERVED,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token a row, and whether the row is free of NaN and infinities.
+
+    logits: fp32, bf16 or fp16 [B, V], columns contiguous, any row stride. temperature, top_p, min_p: floating
+        [B]; top_k: integer [B]. Temperature 0 is greedy (the lowest id of the largest logit); top_k <= 0,
+        top_p >= 1 and min_p <= 0 are off.
+    uniform: fp64 [B] in [0, 1), the point of the cumulative distribution that is drawn.
+    Returns int64 [B] in [0, V) and bool [B]; the token of a row that is not finite means nothing. Logits
+    beyond 2 ** 126 count as that; forbid a token by the lowest finite number, so that its row stays finite.
+
+    The definition is the CPU path's. Filters and draw compare sums of fp32 weights, so that a token within
+    about 1e-6 of the row's mass from the other side of a threshold may be chosen instead; equal logits are
+    equal here too and rank by rising id. A row's result does not depend on the other rows or their number.
+    """
+    return _launch(logits, temperature, top_k, top_p, min_p, uniform, None, None, tuning)
+
+
+def sample_seeded(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    tuning: Tuning = SERVED,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample` with the numbers that `uniform_from_seed(seed, position)` gives, computed on the device.
+
+    seeds: int64 [B], the seed modulo 2 ** 64 as two's complement. positions: int64 [B].
+    """
+    return _launch(logits, temperature, top_k, top_p, min_p, None, seeds, positions, tuning)
+
+
+def _launch(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniform: torch.Tensor | None,
+    seeds: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    tuning: Tuning,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows, vocab = logits.shape
+    device, hashed = logits.device, uniform is None
+    num_chunks = triton.cdiv(vocab, tuning.chunk)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+    finite = torch.empty(num_rows, dtype=torch.bool, device=device)
+    if not num_rows:
+        return tokens, finite
+    pivots = torch.empty(num_rows, PIVOTS_PADDED, device=device)
+    floats = torch.empty(num_rows, FLOATS, num_chunks, device=device)
+    counts = torch.empty(num_rows, PIVOTS, num_chunks, dtype=torch.int32, device=device)
+    plans = torch.empty(num_rows, PLAN, dtype=torch.float64, device=device)
+    gathered = torch.empty(num_rows, 2, dtype=torch.int32, device=device)
+    lists = torch.empty(num_rows, 2, tuning.candidates, dtype=torch.int64, device=device)
+    scratch = torch.empty(num_rows, tuning.ranked, dtype=torch.int64, device=device)
+
+    rows, chunks = (num_rows,), (num_rows * num_chunks,)
+    given = (logits, logits.stride(0), vocab)
+    options = (temperature, top_k, top_p, min_p)
+    numbers = (uniform, seeds, positions)
+    padded = triton.next_power_of_2(num_chunks)
+    choose_pivots[rows](
+        *given,
+        *options,
+        *numbers,
+        pivots,
+        HASHED=hashed,
+        SAMPLE=tuning.sample,
+        BINS=tuning.bins,
+        CANDIDATES=tuning.candidates,
+        PADDED=PIVOTS_PADDED,
+        num_warps=8,
+    )
+    measure_chunks[chunks](
+        *given,
+        *options,
+        pivots,
+        floats,
+        counts,
+        CHUNK=tuning.chunk,
+        CANDIDATES=tuning.candidates,
+        PIVOTS=PIVOTS,
+        PADDED=PIVOTS_PADDED,
+        num_warps=4,
+    )
+    locate[rows](
+        *given,
+        *options,
+        *numbers,
+        pivots,
+        floats,
+        counts,
+        plans,
+        gathered,
+        tokens,
+        finite,
+        HASHED=hashed,
+        CHUNK=tuning.chunk,
+        CHUNKS_PADDED=padded,
+        CANDIDATES=tuning.candidates,
+        PIVOTS=PIVOTS,
+        PADDED=PIVOTS_PADDED,
+        PLAN=PLAN,
+        num_warps=4,
+    )
+    gather_between[chunks](
+        *given,
+        plans,
+        gathered,
+        lists,
+        CHUNK=tuning.chunk,
+        CANDIDATES=tuning.candidates,
+        PLAN=PLAN,
+        num_warps=8,
+    )
+    for from_row in (False, True):
+        resolve[rows](
+            *given,
+            *options,
+            *numbers,
+            plans,
+            gathered,
+            lists,
+            scratch,
+            tokens,
+            FROM_ROW=from_row,
+            HASHED=hashed,
+            CANDIDATES=tuning.candidates,
+            RANKED=tuning.ranked,
+            PLAN=PLAN,
+            TILE=tuning.tile,
+            num_warps=8,
+        )
+    return tokens, finite

@@ -1,0 +1,224 @@
+"""The Triton sampler against the CPU path: every filter, every path, ties, broken rows, padded rows."""
+
+import pytest
+import torch
+
+from hybridserve.kernels.sampler import cpu, uniform_from_seed
+from hybridserve.kernels.sampler import triton_sample as module
+from hybridserve.kernels.sampler.triton_greedy import greedy
+from hybridserve.kernels.sampler.triton_sample import SERVED, Tuning, sample, sample_seeded
+from hybridserve.kernels.testing import poisoned_memory
+
+# small enough that a thousand logits take every path: many chunks, narrowing, ranking
+SMALL = Tuning(chunk=256, sample=256, bins=64, candidates=256, ranked=16, tile=256)
+# nothing fits what is gathered, so that whole rows are scanned
+SCANNING = Tuning(chunk=256, sample=256, bins=64, candidates=2, ranked=16, tile=512)
+NAMES = ("temperature", "top_k", "top_p", "min_p")
+
+
+def options(count: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Every mix of filters on and off, a greedy row now and then."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values)[torch.randint(len(values), (count,), generator=generator)]
+
+    return {
+        "temperature": choose([0.0, 0.2, 0.7, 1.0, 1.0, 5.0]),
+        "top_k": choose([0, -1, 1, 2, 40, 300, 10**6]),
+        "top_p": choose([1.0, 1.0, 0.01, 0.5, 0.9, 0.999]),
+        "min_p": choose([0.0, 0.0, 0.0, 0.05, 0.5, 1.0]),
+        "uniform": torch.rand(count, generator=generator, dtype=torch.float64),
+    }
+
+
+def same_options(count: int, **given: float) -> dict[str, torch.Tensor]:
+    """Equal rows, drawn at evenly spread points."""
+    values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | given
+    tensors = {name: torch.full((count,), value) for name, value in values.items()}
+    return tensors | {"uniform": (torch.arange(count, dtype=torch.float64) + 0.5) / count}
+
+
+def on(device: torch.device, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def assert_agrees(logits: torch.Tensor, given: dict[str, torch.Tensor], tuning: Tuning) -> None:
+    """The CPU path's tokens, but for draws within 1e-6 of the mass kept."""
+    tokens, finite = sample(logits, **on(logits.device, given), tuning=tuning)
+    assert bool(finite.all())
+    near = torch.zeros(len(tokens), dtype=torch.bool)
+    for step in (-1e-6, 0, 1e-6):
+        moved = given | {"uniform": (given["uniform"] + step).clamp(0, 1 - 2**-53)}
+        near |= cpu.sample(logits.cpu().float(), **moved) == tokens.cpu()
+    wrong = [(b, [given[n][b].item() for n in NAMES]) for b in (~near).nonzero().squeeze(1).tolist()]
+    assert not wrong
+
+
+@pytest.mark.parametrize("tuning", [SMALL, SCANNING], ids=["gathered", "scanned"])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
+def test_agrees_with_the_cpu_path(device, spread, tuning):
+    assert_agrees((torch.randn(10, 1003) * spread).to(device), options(10), tuning)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 255, 256, 257])
+def test_agrees_on_small_vocabularies(device, vocab):
+    assert_agrees(torch.randn(5, vocab).to(device), options(5, vocab), SMALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_agrees_on_half_precision_rows_with_a_stride(device, dtype):
+    logits = torch.randn(6, 1500).to(device, dtype)[:, :1200]
+    assert_agrees(logits, options(6, 1), SMALL)
+
+
+@pytest.mark.parametrize("tuning", [SMALL, SCANNING], ids=["gathered", "scanned"])
+def test_agrees_on_equal_logits(device, tuning):
+    """Most of a row may hold one number, far more of it than can be gathered or ranked."""
+    logits = torch.randint(0, 8, (8, 1100)).float().to(device)
+    given = options(8, 2)
+    given["temperature"] = given["temperature"].clamp(min=0.5)
+    assert_agrees(logits, given, tuning)
+
+
+def test_agrees_with_the_sizes_that_are_served(device):
+    """Pivots from a sample of a long row, whatever its shape; on a CPU one row of each."""
+    count, vocab = (96, 248320) if device.type == "cuda" else (1, 20000)
+    zipf = -1.3 * torch.arange(1, vocab + 1).log()
+    peaked = torch.stack([zipf[torch.randperm(vocab)] for _ in range(count)]) + 12
+    given = options(count) if count > 1 else same_options(1, temperature=0.7, top_p=0.9)
+    for logits in (torch.randn(count, vocab) * 1.3, peaked):
+        assert_agrees(logits.to(device), given, SERVED)
+
+
+@pytest.mark.parametrize("vocab", [1000, 8192, 50257, 248320])
+def test_agrees_at_every_vocabulary(gpu, vocab):
+    for spread in (0.01, 1.0, 8.0):
+        logits = (torch.randn(96, vocab) * spread).to(gpu)
+        assert_agrees(logits, options(96, vocab), SERVED)
+        # as bf16 arithmetic leaves them: many equal
+        assert_agrees(logits.bfloat16().float(), options(96, vocab + 1), SERVED)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_draws_from_the_distribution(device, filters):
+    count = 20000 if device.type == "cuda" else 24
+    row = torch.tensor([2.0, 0.0, 1.0, -1.0, 0.5, -3.0e38, 3.0])
+    given = same_options(count, **filters)
+    tokens, finite = sample(row.expand(count, -1).to(device), **on(device, given), tuning=SMALL)
+    probability, order = row.softmax(0).sort(descending=True)
+    keep = torch.arange(7) < filters.get("top_k", 7)
+    keep &= (probability.cumsum(0) - probability < filters.get("top_p", 1.0) + 1e-6) & (
+        probability >= filters.get("min_p", 0.0) * probability[0]
+    )
+    expected = torch.zeros(7)
+    expected[order] = probability * keep
+    frequency = torch.bincount(tokens.cpu(), minlength=7) / count
+    assert bool(finite.all())
+    assert torch.allclose(frequency, expected / expected.sum(), atol=2 / count)
+
+
+@pytest.mark.parametrize("tuning", [SMALL, SCANNING], ids=["gathered", "scanned"])
+def test_rows_are_their_own_in_any_batch(device, tuning):
+    logits, given = (torch.randn(6, 1001) * 2).to(device), on(device, options(6, 3))
+    tokens, _ = sample(logits, **given, tuning=tuning)
+    order = torch.randperm(6).to(device)
+    permuted, _ = sample(logits[order], **{n: x[order] for n, x in given.items()}, tuning=tuning)
+    assert torch.equal(permuted, tokens[order])
+    alone, _ = sample(logits[3:4], **{n: x[3:4] for n, x in given.items()}, tuning=tuning)
+    assert torch.equal(alone, tokens[3:4])
+    with poisoned_memory():
+        again, _ = sample(logits, **given, tuning=tuning)
+    assert torch.equal(again, tokens)
+
+
+def test_seeds_are_hashed_as_on_the_host(device):
+    seeds = [0, 1, 2**63 - 1, -(2**63), -1, 12345]
+    positions = [0, 2**40, 7, 1, 131072, 3]
+    numbers = torch.tensor(
+        [uniform_from_seed(s, p) for s, p in zip(seeds, positions, strict=True)], dtype=torch.float64
+    )
+    # with equal logits and a power of two of them, the token is the number's leading bits
+    logits = torch.zeros(6, 512, device=device)
+    given = same_options(6)
+    del given["uniform"]
+    keys = (torch.tensor(seeds, device=device), torch.tensor(positions, device=device))
+    tokens, _ = sample_seeded(logits, **on(device, given), seeds=keys[0], positions=keys[1], tuning=SMALL)
+    assert tokens.tolist() == (numbers * 512).long().tolist()
+
+
+def test_broken_and_padded_rows_harm_nobody(device):
+    logits, given = torch.randn(8, 700), options(8, 4)
+    given["temperature"] = torch.tensor([0.0, 1.0, 0.7, 1.0, 0.0, 1.0, 1.0, 0.0])
+    whole, _ = sample(logits.to(device), **on(device, given), tuning=SMALL)
+    broken = logits.clone()
+    broken[0], broken[1], broken[2, 699], broken[3, 3] = torch.nan, torch.nan, torch.inf, -torch.inf
+    broken[4, ::2] = torch.nan
+    tokens, finite = sample(broken.to(device), **on(device, given), tuning=SMALL)
+    assert finite.tolist() == [False] * 5 + [True] * 3
+    assert bool(((tokens >= 0) & (tokens < 700)).all())
+    assert torch.equal(tokens[5:], whole[5:])
+    picked, flags = greedy(broken.to(device), chunk=256)
+    assert torch.equal(flags, finite)
+    assert bool(((picked >= 0) & (picked < 700)).all())
+    assert torch.equal(picked[5:].cpu(), logits[5:].argmax(-1))
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}])
+def test_never_draws_a_forbidden_token(device, filters):
+    logits = torch.full((2, 1000), torch.finfo(torch.float32).min)
+    logits[:, 700] = 1.0
+    given = same_options(2, **filters)
+    given["uniform"] = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    tokens, finite = sample(logits.to(device), **on(device, given), tuning=SMALL)
+    assert tokens.tolist() == [700, 700]
+    assert bool(finite.all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_takes_the_lowest_of_equal_ids(device, dtype):
+    logits = torch.zeros(4, 5001, dtype=dtype, device=device)
+    logits[1, 4200:] = 2.0
+    logits[2, 17] = logits[2, 4999] = 9.0
+    logits[3] = -7.0
+    tokens, finite = greedy(logits)
+    assert tokens.tolist() == [0, 4200, 17, 0]
+    assert bool(finite.all())
+
+
+def test_tiny_temperature_is_greedy(device):
+    logits = torch.randn(3, 1000).to(device)
+    given = on(device, same_options(3, temperature=1e-30, top_p=0.9))
+    assert torch.equal(sample(logits, **given, tuning=SMALL)[0], logits.argmax(-1))
+
+
+def test_no_rows(device):
+    given = on(device, same_options(1))
+    tokens, finite = sample(torch.zeros(0, 10, device=device), **{n: x[:0] for n, x in given.items()})
+    assert tokens.shape == finite.shape == (0,)
+
+
+def test_a_graph_holds_it_and_no_batch_recompiles(gpu, count_variants):
+    kernels = (
+        module.choose_pivots,
+        module.measure_chunks,
+        module.locate,
+        module.gather_between,
+        module.resolve,
+    )
+    logits, given = torch.randn(33, 50257, device=gpu) * 2, on(gpu, options(33, 5))
+    expected, _ = sample(logits, **given)
+    variants = count_variants(*kernels)
+    for rows in (1, 2, 16, 17, 32):
+        tokens, _ = sample(logits[:rows], **{n: x[:rows] for n, x in given.items()})
+        assert torch.equal(tokens, expected[:rows])
+    assert count_variants(*kernels) == variants
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens, finite = sample(logits, **given)
+    logits.copy_(logits.flip(0))
+    for x in given.values():
+        x.copy_(x.flip(0))
+    graph.replay()
+    assert torch.equal(tokens, expected.flip(0))
+    assert bool(finite.all())
