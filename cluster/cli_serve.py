@@ -67,7 +67,7 @@ def read_serve_file(config: Path, port: int | None = None) -> ServeFile:
     ours = [app for app in applications or [] if isinstance(app, dict) and app.get("import_path") == BUILDER]
     if not ours:
         raise ValueError(f"{config} has no application with import_path {BUILDER}")
-    settings = load_settings(ours[0].get("args") or {}, Path.cwd())
+    settings = load_settings(ours[0].get("args", {}), Path.cwd())
     http = dict(content.get("http_options") or {})
     if port is not None:
         http["port"] = port
