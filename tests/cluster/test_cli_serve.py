@@ -98,3 +98,25 @@ def test_sigint_reaches_the_child_even_when_it_was_ignored(as_child) -> None:
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_closed_terminal_ends_the_child(as_child) -> None:
+    as_child("import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    raise SystemExit(5)")
+    with ServeProcess(Path("x.yaml"), lambda line: None) as child:
+        time.sleep(0.5)
+        signal.raise_signal(signal.SIGHUP)
+        assert child.wait() == 5
+
+
+def test_under_nohup_a_closed_terminal_changes_nothing(as_child) -> None:
+    as_child("import time\ntime.sleep(60)")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ServeProcess(Path("x.yaml"), lambda line: None) as child:
+            time.sleep(0.5)
+            signal.raise_signal(signal.SIGHUP)
+            time.sleep(0.2)
+            assert child.exit_code is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
