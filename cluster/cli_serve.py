@@ -68,6 +68,8 @@ def read_serve_file(config: Path, port: int | None = None) -> ServeFile:
     if not ours:
         raise ValueError(f"{config} has no application with import_path {BUILDER}")
     settings = load_settings(ours[0].get("args", {}), Path.cwd())
+    # the engine's own bounds, which would otherwise be told only after a cluster has started
+    settings.engine_config("cpu")
     http = dict(content.get("http_options") or {})
     if port is not None:
         http["port"] = port

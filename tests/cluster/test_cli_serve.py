@@ -39,6 +39,11 @@ def test_the_address_follows_the_yaml_and_the_port_option(write) -> None:
 def test_errors_come_before_anything_is_started(write, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown key modle"):
         read_serve_file(write({"args": {"modle": 1, "model": {"path": "x"}}}))
+    with pytest.raises(ValueError, match="page_size must be a power of two, got 24"):
+        model = {"path": str(tmp_path)}
+        read_serve_file(write({"args": {"model": model, "serving": {"page_size": 24}}}))
+    with pytest.raises(ValueError, match="args must be a mapping of keys to values, got .1."):
+        read_serve_file(write({"args": [1]}))
     with pytest.raises(ValueError, match=f"no application with import_path {BUILDER}"):
         read_serve_file(write({"import_path": "other:app"}))
     (tmp_path / "broken.yaml").write_text("a: [")
