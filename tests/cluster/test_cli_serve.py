@@ -1,6 +1,7 @@
 """What `hybridserve serve` reads before it starts anything, and how it tells a failed start."""
 
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import pytest
 import yaml
 
 from hybridserve.cluster import serve_process
-from hybridserve.cluster.cli_serve import BUILDER, read_serve_file
+from hybridserve.cluster.cli_serve import BUILDER, check_port_is_free, read_serve_file
 from hybridserve.cluster.serve_process import ServeProcess
 
 
@@ -51,6 +52,14 @@ def test_errors_come_before_anything_is_started(write, tmp_path: Path) -> None:
         read_serve_file(tmp_path / "broken.yaml")
     with pytest.raises(OSError):
         read_serve_file(tmp_path / "missing.yaml")
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=f"http_options.port {port} is in use on 127.0.0.1"):
+            check_port_is_free(f"http://127.0.0.1:{port}/llm")
+    check_port_is_free(f"http://127.0.0.1:{port}/llm")
 
 
 FAILING = r"""
