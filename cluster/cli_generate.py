@@ -4,6 +4,7 @@ Owns reading prompts and printing answers: one prompt streams to the terminal, s
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -58,7 +59,12 @@ def generate(
     # what is wrong with the options is said before seconds go into loading
     SamplingParams(**sampling)
     cache_bytes = None if cache_memory is None else parse_size("cache_memory", cache_memory)
+    if output is not None and not output.parent.is_dir():
+        raise ValueError(f"output {str(output)!r}: there is no folder {output.parent}")
 
+    # read when torch loads its OpenMP: beside another busy process, threads that wait by spinning made a step
+    # eight times as long
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # imports torch, which takes seconds; the other commands do without
     from hybridserve.replicas.llm import LLM
 

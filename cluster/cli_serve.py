@@ -1,10 +1,13 @@
 """`hybridserve serve CONFIG`: a thin wrapper of `serve run` that says when it is ready, or why not."""
 
 import json
+import os
 import shlex
+import socket
 import tempfile
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -41,6 +44,8 @@ def serve(
     """Serve a model: `serve run CONFIG`, checked beforehand and announced when it is ready."""
     began = time.monotonic()
     file = read_serve_file(config, port)
+    if not _cluster_runs():
+        check_port_is_free(file.url)
     written = nullcontext(config) if port is None else _written(file.content)
     with written as path, ServeProcess(path, typer.echo) as child:
         failure = _wait_until_ready(child, file.url)
@@ -67,7 +72,9 @@ def read_serve_file(config: Path, port: int | None = None) -> ServeFile:
     ours = [app for app in applications or [] if isinstance(app, dict) and app.get("import_path") == BUILDER]
     if not ours:
         raise ValueError(f"{config} has no application with import_path {BUILDER}")
-    settings = load_settings(ours[0].get("args") or {}, Path.cwd())
+    settings = load_settings(ours[0].get("args", {}), Path.cwd())
+    # the engine's own bounds, which would otherwise be told only after a cluster has started
+    settings.engine_config("cpu")
     http = dict(content.get("http_options") or {})
     if port is not None:
         http["port"] = port
@@ -76,6 +83,24 @@ def read_serve_file(config: Path, port: int | None = None) -> ServeFile:
     prefix = str(ours[0].get("route_prefix") or "/").rstrip("/")
     url = f"http://{host}:{http.get('port', 8000)}{prefix}"
     return ServeFile({**content, "http_options": http}, settings, url)
+
+
+def check_port_is_free(url: str) -> None:
+    """Raise ValueError when somebody listens there: it would answer for a server that never starts."""
+    address = urllib.parse.urlsplit(url)
+    host, port = address.hostname or "127.0.0.1", address.port or 80
+    try:
+        with socket.create_connection((host, port), timeout=2):
+            pass
+    except OSError:
+        return
+    raise ValueError(f"http_options.port {port} is in use on {host}; another can be given with --port")
+
+
+def _cluster_runs() -> bool:
+    """Whether `serve run` joins a Ray cluster, whose own proxy may hold the port already."""
+    folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"
+    return "RAY_ADDRESS" in os.environ or (folder / "ray_current_cluster").exists()
 
 
 def _wait_until_ready(child: ServeProcess, url: str) -> str | None:

@@ -32,7 +32,8 @@ _SETTLE_S = 1.5
 class ServeProcess:
     """Runs `serve run CONFIG` by this same Python, from `with` to its end.
 
-    Inside the `with`, SIGINT and SIGTERM to this process are the child's SIGINT, upon which Serve shuts down.
+    Inside the `with`, SIGINT, SIGTERM and SIGHUP (a terminal that closes) to this process are the child's
+    SIGINT, upon which Serve shuts down.
 
     Args:
         config: the YAML.
@@ -49,8 +50,10 @@ class ServeProcess:
     def __enter__(self) -> "ServeProcess":
         # before the child is born: a shell starts background jobs with SIGINT ignored, and a child that
         # inherits that ignores it for good
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._handlers[number] = signal.signal(number, self._forward)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # nohup's way of saying that the server is to outlive its terminal
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._handlers[number] = signal.signal(number, self._forward)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ray.serve.scripts", "run", str(self._config)],
             stdout=subprocess.PIPE,

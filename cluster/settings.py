@@ -121,12 +121,14 @@ class AppSettings(_Section):
         )
 
 
-def load_settings(args: Mapping[str, object], base: Path) -> AppSettings:
+def load_settings(args: object, base: Path) -> AppSettings:
     """Settings from YAML `args`, the model's path made absolute against `base`.
 
     Raises:
         ValueError: a key is unknown, missing or has a bad value (each is named), or the model is not there.
     """
+    if not isinstance(args, Mapping):
+        raise ValueError(f"bad configuration: args must be a mapping of keys to values, got {args!r}")
     try:
         settings = AppSettings.model_validate(dict(args))
     except ValidationError as error:

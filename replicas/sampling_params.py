@@ -5,7 +5,7 @@ engine checks token ids against the model). Field names are vLLM's.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 MAX_N = 128
@@ -70,6 +70,9 @@ class SamplingParams:
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         self._check_stops()
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise ValueError(
@@ -86,9 +89,17 @@ class SamplingParams:
             stop = ()
         elif isinstance(stop, str):
             stop = (stop,)
+        elif not isinstance(stop, list | tuple):
+            raise ValueError(f"stop must be a string or a list of strings, got {stop!r}")
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
+        if not isinstance(ids, Collection) or isinstance(ids, str | bytes | Mapping):
+            raise ValueError(f"stop_token_ids must be a list of token ids, got {ids!r}")
+        bias = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(bias, Mapping):
+            raise ValueError(f"logit_bias must be a mapping of token ids to numbers, got {bias!r}")
         object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
+        object.__setattr__(self, "logit_bias", dict(bias))
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -123,7 +134,14 @@ def _whole(name: str, value: object, low: int, high: int | None) -> None:
 
 def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     """Raise unless `value` is a finite real number in [low, high], or (low, high] with `open_low`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    # math.isfinite overflows on an integer beyond all floats
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or value != value
+        or abs(value) == math.inf
+    ):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     if value > high or value < low or (open_low and value == low):
-        raise ValueError(f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}], got {value:g}")
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        raise ValueError(f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}], got {shown}")

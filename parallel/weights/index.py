@@ -44,7 +44,9 @@ def _read_header(path: Path) -> list[str]:
     """Names of the tensors in one safetensors file: 8 bytes of little-endian length, then that much JSON."""
     with path.open("rb") as file:
         prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
+        if len(prefix) < 8:
+            raise ValueError(f"{path} is not a safetensors file: it has {len(prefix)} bytes")
+        (length,) = struct.unpack("<Q", prefix)
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"{path} is not a safetensors file: its header claims {length} bytes")
         header = file.read(length)

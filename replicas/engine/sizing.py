@@ -27,8 +27,8 @@ def plan_capacity(
     """Clamp the limits to what `cache_bytes` bytes hold.
 
     Raises:
-        ValueError: a context was asked for that the model or the arena does not reach, or the arena does not
-            hold one sequence of one page; the message has both numbers.
+        ValueError: a context was asked for that the model or the arena does not reach or that holds no prompt
+            and answer, or the arena does not hold one sequence of one page; the message has both numbers.
     """
     num_extents = cache_bytes // layout.extent_bytes
     longest = longest_sequence(layout, num_extents)
@@ -38,6 +38,8 @@ def plan_capacity(
             f"cache_memory_bytes is {cache_bytes}, but one sequence of one page takes {least} bytes "
             f"({layout.extent_bytes} an extent)"
         )
+    if max_model_len is not None and max_model_len < 2:
+        raise ValueError(f"max_model_len is {max_model_len}, but a prompt and its answer take 2 at least")
     if max_model_len is not None and max_model_len > model_max_len:
         raise ValueError(f"max_model_len is {max_model_len}, but the model's own limit is {model_max_len}")
     if max_model_len is not None and max_model_len > longest:

@@ -45,6 +45,7 @@ def _parse(
 ) -> ModelConfig:
     for fields in (text, outer):
         _refuse_unsupported(fields)
+        _refuse_rope_scaling(fields)
     prefix = _weights_prefix(tensor_names, wrapped=text is not outer)
     types = _layer_types(text, tensor_names, prefix)
     mixers: dict[str, MixerSpec] = {}
@@ -53,12 +54,18 @@ def _parse(
     if LINEAR in types:
         mixers[LINEAR] = _linear_attention(text)
     own_eos = text.token_ids("eos_token_id") or outer.token_ids("eos_token_id")
+    vocab_size = text.positive("vocab_size")
+    for token_id in own_eos + further_eos:
+        if token_id >= vocab_size:
+            raise ValueError(
+                f"eos_token_id {token_id} is no token: vocab_size in {text.where} is {vocab_size}"
+            )
     return ModelConfig(
         model_type="qwen3_5_text",
-        vocab_size=text.positive("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=text.positive("hidden_size"),
         intermediate_size=text.positive("intermediate_size"),
-        rms_norm_eps=text.number("rms_norm_eps"),
+        rms_norm_eps=_eps(text),
         tie_word_embeddings=_tied(text, outer, tensor_names),
         max_position_embeddings=text.positive("max_position_embeddings"),
         dtype=_dtype(text, outer),
@@ -81,6 +88,20 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise fields.error("attn_output_gate", "true")
 
 
+def _refuse_rope_scaling(fields: Fields) -> None:
+    """A factor stretches positions even where its type is left out; the wrapper may carry one too."""
+    for rope in (fields.object("rope_parameters"), fields.object("rope_scaling")):
+        for key in ("rope_type", "type"):
+            if rope.has(key) and rope.text(key) not in ("default", "mrope"):
+                raise ValueError(
+                    f"{key} {rope.values[key]!r} in {rope.where} is not supported; supported: default, mrope"
+                )
+        if rope.has("factor") and rope.number("factor") != 1.0:
+            raise ValueError(
+                f"factor {rope.values['factor']!r} in {rope.where} is not supported: it scales the rope"
+            )
+
+
 def _weights_prefix(tensor_names: Collection[str], *, wrapped: bool) -> str:
     """Text-only fine-tunes keep the wrapper's prefix or drop it, so the names decide where there are any."""
     for prefix in PREFIXES:
@@ -94,6 +115,13 @@ def _tied(text: Fields, outer: Fields, tensor_names: Collection[str]) -> bool:
     fields = outer if outer.has("tie_word_embeddings") else text
     tied = fields.flag("tie_word_embeddings", False)
     return tied or (len(tensor_names) > 0 and HEAD_NAME not in tensor_names)
+
+
+def _eps(text: Fields) -> float:
+    eps = text.number("rms_norm_eps")
+    if eps <= 0.0:
+        raise text.error("rms_norm_eps", "greater than 0")
+    return eps
 
 
 def _dtype(text: Fields, outer: Fields) -> str:
@@ -186,13 +214,6 @@ def _rope(text: Fields) -> tuple[float, float]:
     """
     rope = text.object("rope_parameters")
     old = text.object("rope_scaling")
-    for fields in (rope, old):
-        for key in ("rope_type", "type"):
-            if fields.has(key) and fields.text(key) not in ("default", "mrope"):
-                raise ValueError(
-                    f"{key} {fields.values[key]!r} in {fields.where} is not supported; "
-                    "supported: default, mrope"
-                )
     theta = next((f for f in (rope, old, text) if f.has("rope_theta")), text).number("rope_theta")
     if theta <= 1.0:
         raise ValueError(f"rope_theta in {text.where} must be greater than 1, got {theta}")

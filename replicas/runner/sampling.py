@@ -28,7 +28,9 @@ class Sampler:
         if all(s.params.greedy for s in specs):
             tokens = logits.argmax(-1)
         else:
-            tokens = sample(logits, *self._filters([s.params for s in specs]), self._uniform(specs))
+            tokens = sample(
+                logits, *self._filters([s.params for s in specs], logits.shape[1]), self._uniform(specs)
+            )
         ids = tokens.tolist()
         logprobs = self._logprobs(raw, ids, specs) if wants_logprobs else [None] * len(specs)
         return [Sampled(*row) for row in zip(ids, finite, logprobs, strict=True)]
@@ -51,11 +53,13 @@ class Sampler:
         if spec.banned_token_ids:
             row[torch.tensor(spec.banned_token_ids, device=self._device)] = float("-inf")
 
-    def _filters(self, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, ...]:
+    def _filters(self, params: Sequence[SamplingParams], vocab: int) -> tuple[torch.Tensor, ...]:
         """temperature, top_k, top_p, min_p, each [R]."""
+        # a top_k may be beyond what a tensor's integers hold
+        top_k = [min(p.top_k, vocab) for p in params]
         return (
             torch.tensor([p.temperature for p in params], dtype=torch.float32, device=self._device),
-            torch.tensor([p.top_k for p in params], dtype=torch.int64, device=self._device),
+            torch.tensor(top_k, dtype=torch.int64, device=self._device),
             torch.tensor([p.top_p for p in params], dtype=torch.float32, device=self._device),
             torch.tensor([p.min_p for p in params], dtype=torch.float32, device=self._device),
         )

@@ -57,9 +57,16 @@ class ChatTemplate:
         """
         file = folder / "chat_template.jinja"
         if file.is_file():
-            return cls(file.read_text(encoding="utf-8"), special_tokens)
+            try:
+                return cls(file.read_text(encoding="utf-8"), special_tokens)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is not UTF-8 text: {error}") from error
         source = tokenizer_config.get("chat_template")
         if isinstance(source, list):
+            if not all(
+                isinstance(entry, Mapping) and entry.keys() >= {"name", "template"} for entry in source
+            ):
+                raise ValueError(f"chat_template's entries must have a name and a template, got {source!r}")
             named = {entry["name"]: entry["template"] for entry in source}
             if "default" not in named:
                 raise ValueError(f"chat_template has no entry named default, it has {', '.join(named)}")

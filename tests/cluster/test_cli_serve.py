@@ -1,6 +1,7 @@
 """What `hybridserve serve` reads before it starts anything, and how it tells a failed start."""
 
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import pytest
 import yaml
 
 from hybridserve.cluster import serve_process
-from hybridserve.cluster.cli_serve import BUILDER, read_serve_file
+from hybridserve.cluster.cli_serve import BUILDER, check_port_is_free, read_serve_file
 from hybridserve.cluster.serve_process import ServeProcess
 
 
@@ -39,6 +40,11 @@ def test_the_address_follows_the_yaml_and_the_port_option(write) -> None:
 def test_errors_come_before_anything_is_started(write, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown key modle"):
         read_serve_file(write({"args": {"modle": 1, "model": {"path": "x"}}}))
+    with pytest.raises(ValueError, match="page_size must be a power of two, got 24"):
+        model = {"path": str(tmp_path)}
+        read_serve_file(write({"args": {"model": model, "serving": {"page_size": 24}}}))
+    with pytest.raises(ValueError, match="args must be a mapping of keys to values, got .1."):
+        read_serve_file(write({"args": [1]}))
     with pytest.raises(ValueError, match=f"no application with import_path {BUILDER}"):
         read_serve_file(write({"import_path": "other:app"}))
     (tmp_path / "broken.yaml").write_text("a: [")
@@ -46,6 +52,14 @@ def test_errors_come_before_anything_is_started(write, tmp_path: Path) -> None:
         read_serve_file(tmp_path / "broken.yaml")
     with pytest.raises(OSError):
         read_serve_file(tmp_path / "missing.yaml")
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=f"http_options.port {port} is in use on 127.0.0.1"):
+            check_port_is_free(f"http://127.0.0.1:{port}/llm")
+    check_port_is_free(f"http://127.0.0.1:{port}/llm")
 
 
 FAILING = r"""
@@ -98,3 +112,25 @@ def test_sigint_reaches_the_child_even_when_it_was_ignored(as_child) -> None:
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_closed_terminal_ends_the_child(as_child) -> None:
+    as_child("import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    raise SystemExit(5)")
+    with ServeProcess(Path("x.yaml"), lambda line: None) as child:
+        time.sleep(0.5)
+        signal.raise_signal(signal.SIGHUP)
+        assert child.wait() == 5
+
+
+def test_under_nohup_a_closed_terminal_changes_nothing(as_child) -> None:
+    as_child("import time\ntime.sleep(60)")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ServeProcess(Path("x.yaml"), lambda line: None) as child:
+            time.sleep(0.5)
+            signal.raise_signal(signal.SIGHUP)
+            time.sleep(0.2)
+            assert child.exit_code is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -70,10 +70,12 @@ def test_every_word_reaches_the_engine(model: str, tmp_path: Path) -> None:
             r"parallel.pipeline_parallel_size: must be 1 \(.*\), got 2",
         ),
         ({"model": "x"}, "model: .*got 'x'"),
+        (["model"], "args must be a mapping of keys to values, got .'model'."),
+        (None, "args must be a mapping of keys to values, got None"),
         ({"model": {"path": "nowhere"}}, "model.path 'nowhere': there is no /.*/nowhere/config.json"),
     ],
 )
-def test_errors_name_the_key_and_the_value(args: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_errors_name_the_key_and_the_value(args: object, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         load_settings(args, tmp_path)
 

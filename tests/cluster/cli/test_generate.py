@@ -65,6 +65,7 @@ def test_chat_into_a_file(hybridserve: Callable, demo_model: Path, tmp_path: Pat
         (["MODEL", "--prompt", "a", "--device", "tpu"], 1, "error: device must be one of auto, cpu, cuda"),
         (["MODEL", "--prompt", "a", "--system", "b"], 1, "error: system is a chat message"),
         (["MODEL", "--prompts-file", "/nowhere.txt"], 1, "/nowhere.txt"),
+        (["MODEL", "--prompt", "a", "--output", "/nowhere/a"], 1, "error: output '/nowhere/a': there is no"),
         (["MODEL", "--prompt", "a", "--seed", "x"], 2, "--seed"),
         (["MODEL", "--prompt", "a", "--unknown"], 2, "--unknown"),
     ],

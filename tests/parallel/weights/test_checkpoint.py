@@ -66,6 +66,12 @@ def test_damaged_single_file(tmp_path, content) -> None:
         read_weight_map(tmp_path)
 
 
+def test_an_empty_file_is_called_that(tmp_path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match="not a safetensors file: it has 0 bytes"):
+        read_weight_map(tmp_path)
+
+
 def test_damaged_part(tmp_path) -> None:
     (tmp_path / "part.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0 garbage")
     write_index(tmp_path, {"a": "part.safetensors"})

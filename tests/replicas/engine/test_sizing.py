@@ -56,6 +56,8 @@ def test_what_cannot_be_had_is_refused_with_both_numbers():
     layout = plan_arena(MIXERS["hybrid"], 4, 16)
     with pytest.raises(ValueError, match=f"one page takes {2 * layout.extent_bytes} bytes"):
         capacity(1)
+    with pytest.raises(ValueError, match="max_model_len is 1, but a prompt and its answer take 2"):
+        capacity(40, max_model_len=1)
     with pytest.raises(ValueError, match="max_model_len is 6000, but the model's own limit is 5000"):
         capacity(40, max_model_len=6000)
     longest = longest_sequence(layout, 2)

@@ -176,6 +176,11 @@ REFUSED = {
     ),
     "rope_type": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn'"),
     "old rope type": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "type 'linear'"),
+    "rope factor alone": ({"rope_scaling": {"factor": 2.0}}, r"factor 2\.0 in rope_scaling of"),
+    "rope factor of the default": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "factor": 4}},
+        "factor 4 in rope_parameters of",
+    ),
     "rope_theta": ({"rope_parameters": {"rope_type": "default"}}, "lacks the key rope_theta"),
     "rope_theta value": ({"rope_parameters": {"rope_theta": -1.0}}, r"rope_theta .* got -1\.0"),
     "odd rotary dim": (
@@ -190,6 +195,8 @@ REFUSED = {
     "zero": ({"intermediate_size": 0}, "intermediate_size .* got 0"),
     "fraction": ({"num_hidden_layers": 4.0}, r"num_hidden_layers .* got 4\.0"),
     "eps": ({"rms_norm_eps": "small"}, "rms_norm_eps .* got 'small'"),
+    "eps below zero": ({"rms_norm_eps": -1e-6}, "rms_norm_eps .* greater than 0, got -1e-06"),
+    "eos beyond": ({"eos_token_id": [1, 100]}, "eos_token_id 100 .* vocab_size in config.json is 100"),
     "tie": ({"tie_word_embeddings": 1}, "tie_word_embeddings .* true or false, got 1"),
     "dtype": ({"dtype": "int8"}, "dtype .* got 'int8'"),
     "eos": ({"eos_token_id": "x"}, "eos_token_id .* got 'x'"),
@@ -235,6 +242,8 @@ def test_refused_wrappers() -> None:
         parse({"model_type": "qwen3_5", "text_config": changed(model_type="qwen3_next")})
     with pytest.raises(ValueError, match="quantization_config"):
         parse({"model_type": "qwen3_5", "text_config": TEXT, "quantization_config": {}})
+    with pytest.raises(ValueError, match="rope_type 'yarn' in rope_scaling of config.json"):
+        parse({"model_type": "qwen3_5", "text_config": TEXT, "rope_scaling": {"rope_type": "yarn"}})
 
 
 @pytest.mark.parametrize(

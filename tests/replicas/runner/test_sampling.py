@@ -51,6 +51,12 @@ def test_greedy_takes_the_largest_logit(sampler):
     assert all(d.finite and d.logprobs is None for d in drawn)
 
 
+def test_a_top_k_beyond_the_vocabulary_is_all_of_it(sampler):
+    table = logits(1)
+    [wanted] = sampler.sample(table.clone(), [spec(temperature=1.0, top_k=VOCAB)])
+    assert sampler.sample(table.clone(), [spec(temperature=1.0, top_k=10**30)]) == [wanted]
+
+
 def test_the_draw_follows_seed_and_position_alone(sampler):
     table = torch.zeros(1, VOCAB)
 

@@ -87,3 +87,15 @@ def test_templates_are_found_in_order(tmp_path: Path) -> None:
     assert found is not None
     assert found.source == "file"
     assert ChatTemplate.load(tmp_path / "none", {}, {}) is None
+
+
+@pytest.mark.parametrize("entry", [{"name": "default"}, "default"])
+def test_an_entry_that_is_no_template_is_named(tmp_path: Path, entry: object) -> None:
+    with pytest.raises(ValueError, match="chat_template's entries .* got .*default"):
+        ChatTemplate.load(tmp_path, {"chat_template": [entry]}, {})
+
+
+def test_a_template_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="chat_template.jinja is not UTF-8 text"):
+        ChatTemplate.load(tmp_path, {}, {})
