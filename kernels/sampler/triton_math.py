@@ -1,4 +1,4 @@
-"""What the sampler's Triton kernels share: uniform numbers, weights, and floats ordered as integers.
+"""What the sampler's Triton kernels share: noise, weights, and floats ordered as integers.
 
 Device functions only; knows nothing of filters or launches.
 """
@@ -13,6 +13,11 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
 _SECOND = tl.constexpr(0x94D049BB133111EB)
+# the largest number below 1
+_LARGEST = tl.constexpr(1.0 - 2.0**-24)
+IDS = tl.constexpr(0x7FFFFFFF)
+# below everything that `best_of` makes
+NONE = tl.constexpr(-(2**63))
 
 
 @triton.jit
@@ -23,17 +28,50 @@ def _mix(z):
 
 
 @triton.jit
-def uniform_of(uniform, seeds, positions, row, HASHED: tl.constexpr):
-    """fp64 in [0, 1): `uniform[row]`, or with HASHED what `uniform_from_seed` gives, bit for bit."""
+def noise_key(keys, positions, row, HASHED: tl.constexpr):
+    """uint64, what a row's noise follows from: `keys[row]`, or with HASHED `draw_key` of that as the seed."""
+    key = tl.load(keys + row).to(tl.uint64)
     if HASHED:
         golden = tl.full([], _GOLDEN, tl.uint64)
-        stream = _mix(tl.load(seeds + row).to(tl.uint64) + golden)
         steps = (tl.load(positions + row) + 1).to(tl.uint64)
-        drawn = _mix(stream + steps * golden) >> 11
-        u = drawn.to(tl.int64).to(tl.float64) * (1.0 / 9007199254740992.0)
-    else:
-        u = tl.load(uniform + row).to(tl.float64)
-    return u
+        key = _mix(_mix(key + golden) + steps * golden)
+    return key
+
+
+@triton.jit
+def noise_of(key, ids):
+    """Gumbel noise of the tokens `ids`, fp32: what `gumbel_noise` gives, up to rounding."""
+    drawn = _mix(key + (ids + 1).to(tl.uint64) * tl.full([], _GOLDEN, tl.uint64))
+    # the top 53 bits and a half, as twice that number: one conversion rounds it
+    v = ((drawn >> 10) | 1).to(tl.int64).to(tl.float32) * (1.0 / 18014398509481984.0)
+    v = tl.minimum(v, _LARGEST)
+    # -log1p(-v) by the logarithm of the rounded 1 - v, corrected for that rounding (Higham 2002, 1.14.1)
+    rest = 1.0 - v
+    exact = rest == 1.0
+    exponential = tl.where(exact, v, tl.log(rest) * (v / tl.where(exact, 1.0, rest - 1.0)))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def best_of(score, ids, kept):
+    """int64 that orders as the best of the kept scores, then as its falling id; below all others if none is.
+
+    `score_in` and `id_in` take it apart.
+    """
+    score = tl.where(kept, tl.maximum(score, LOWEST), -float("inf"))
+    best = tl.max(score)
+    first = tl.min(tl.where(score == best, ids, IDS))
+    return (key_of(best) << 32) | (first ^ IDS).to(tl.int64)
+
+
+@triton.jit
+def score_in(best):
+    return value_of(best >> 32)
+
+
+@triton.jit
+def id_in(best):
+    return (best & IDS).to(tl.int32) ^ IDS
 
 
 @triton.jit
@@ -49,8 +87,8 @@ def load_columns(row, cols, vocab):
 
 @triton.jit
 def bounded(x):
-    """fp32 within [LOWEST, HIGHEST], so that differences are finite; NaN becomes the lowest."""
-    return tl.minimum(tl.maximum(x, LOWEST), HIGHEST)
+    """fp32 within [LOWEST, HIGHEST], so that differences are finite; NaN becomes the lowest, and -0 is 0."""
+    return tl.minimum(tl.maximum(x, LOWEST), HIGHEST) + 0.0
 
 
 @triton.jit
@@ -68,18 +106,6 @@ def weight_of(x, peak, high, low):
     """exp((x - peak) / temperature), fp32, of bounded x and of what `inverse_temperature` returns."""
     distance = x - peak
     return tl.exp2(distance * high + distance * low)
-
-
-@triton.jit
-def below(total):
-    """The largest fp64 under a positive total; 0 for 0."""
-    return tl.where(total > 0, (total.to(tl.int64, bitcast=True) - 1).to(tl.float64, bitcast=True), 0.0)
-
-
-@triton.jit
-def above(value):
-    """The smallest fp64 over a value >= 0."""
-    return (value.to(tl.int64, bitcast=True) + 1).to(tl.float64, bitcast=True)
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """The first half of sampling on the GPU: pivots from a sample of each row, then counts and masses above them.
 
-Every filter keeps a prefix of a row's ranking, and the draw is a point of it, so both are thresholds. A small
-sample says about where they lie; one pass over the logits then measures, exactly, how many tokens and how
-much mass lie above each pivot. Knows nothing of how the thresholds are found from that. "Mass" is the sum of
-exp((logit - peak) / temperature).
+Every filter keeps a prefix of a row's ranking, so that what is kept has a boundary. A small sample says about
+where it lies; one pass over the logits then measures, exactly, how many tokens and how much mass lie above
+each pivot, and for a row without filters which token scores best. Knows nothing of how the boundary is found
+from that. "Mass" is the sum of exp((logit - peak) / temperature).
 """
 
 import triton
@@ -11,33 +11,35 @@ import triton.language as tl
 
 from hybridserve.kernels.sampler.triton_math import (
     HIGHEST,
+    best_of,
     bounded,
     inverse_temperature,
     load_columns,
-    uniform_of,
+    noise_key,
+    noise_of,
     weight_of,
 )
 
-# one that guards the top of the ranking, and four around each of boundary and draw
-PIVOTS = 9
-PIVOTS_PADDED = 16
+# four around the boundary, and one that guards the top of the ranking
+PIVOTS = 5
+PIVOTS_PADDED = 8
 # columns of a chunk's floats, before the masses above the pivots
 PEAK, BROKEN, MASS, FIRST_MASS = (tl.constexpr(i) for i in range(4))
 FLOATS = 3 + PIVOTS
-GUARD = tl.constexpr(8)
+GUARD = tl.constexpr(4)
 # sampled tokens above the guard at the least: enough that its place is known, few enough to be ranked
 _GUARDED = tl.constexpr(8.0)
-
-
-@triton.jit
-def is_filtered(top_k, top_p, min_p):
-    return (top_k > 0) | (top_p < 1) | (min_p > 0)
 
 
 @triton.jit
 def is_counted(top_k, vocab):
     """Whether top_k drops anything, so that tokens must be counted."""
     return (top_k > 0) & (top_k < vocab)
+
+
+@triton.jit
+def is_filtered(top_k, top_p, min_p, vocab):
+    return is_counted(top_k, vocab) | (top_p < 1) | (min_p > 0)
 
 
 @triton.jit
@@ -73,11 +75,7 @@ def choose_pivots(
     top_k,
     top_p,
     min_p,
-    uniform,
-    seeds,
-    positions,
     pivots,
-    HASHED: tl.constexpr,
     SAMPLE: tl.constexpr,
     BINS: tl.constexpr,
     CANDIDATES: tl.constexpr,
@@ -92,7 +90,7 @@ def choose_pivots(
     k = tl.load(top_k + row).to(tl.float32)
     p = tl.load(top_p + row).to(tl.float32)
     least = tl.load(min_p + row).to(tl.float32)
-    if (heat > 0) & is_filtered(k, p, least):
+    if (heat > 0) & is_filtered(k, p, least, vocab):
         at = tl.arange(0, SAMPLE)
         # 128-byte segments, evenly spread; a short row is taken whole
         spread = at // 32 * vocab // (SAMPLE // 32) + at % 32
@@ -135,8 +133,6 @@ def choose_pivots(
             top,
             width,
         )
-        u = uniform_of(uniform, seeds, positions, row, HASHED).to(tl.float32)
-        _bracket(out + 4, share * u, index, cum_mass, mass, square, top, width)
         above = tl.where(short, counted, 0.0)
         guarded = tl.maximum(above + 4 * tl.sqrt(above) + 4, _GUARDED)
         tl.store(out + GUARD, top - (tl.sum((cum_count < guarded).to(tl.float32)) + 1) * width)
@@ -151,24 +147,30 @@ def measure_chunks(
     top_k,
     top_p,
     min_p,
+    keys,
+    positions,
     pivots,
     floats,
     counts,
+    best,
+    HASHED: tl.constexpr,
     CHUNK: tl.constexpr,
     CANDIDATES: tl.constexpr,
     PIVOTS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """One program a chunk of a row, whose own peak is what its masses refer to.
+    """One program a chunk of a row, whose own peak is what its masses and scores refer to.
 
     floats: fp32 [B, 3 + PIVOTS, chunks]: peak; 1 where a NaN or infinity is; mass; mass above each pivot.
-    counts: int32 [B, PIVOTS, chunks], tokens above each pivot. What a row's filters do not ask for is not
-    written: masses of greedy rows, pivots of unfiltered ones, counts without a top_k.
+    counts: int32 [B, PIVOTS, chunks], tokens above each pivot. best: int64 [B, chunks], of the score
+    (logit - peak) / temperature + noise, without noise in a greedy row. What a row does not need is not
+    written: best of filtered rows, masses of the others, counts without a top_k.
     """
     num_chunks = tl.cdiv(vocab, CHUNK)
     row = (tl.program_id(0) // num_chunks).to(tl.int64)
     chunk = tl.program_id(0) % num_chunks
-    raw = load_columns(logits + row * row_stride, chunk * CHUNK + tl.arange(0, CHUNK), vocab)
+    cols = chunk * CHUNK + tl.arange(0, CHUNK)
+    raw = load_columns(logits + row * row_stride, cols, vocab)
     # 0 * NaN and 0 * inf are NaN
     nothing = tl.sum(raw * 0.0)
     x = bounded(raw)
@@ -177,24 +179,29 @@ def measure_chunks(
     tl.store(out + PEAK * num_chunks, peak)
     tl.store(out + BROKEN * num_chunks, tl.where(nothing == 0.0, 0.0, 1.0))
     heat = tl.load(temperature + row).to(tl.float32)
-    if heat > 0:
+    k = tl.load(top_k + row)
+    if (heat > 0) & is_filtered(k, tl.load(top_p + row), tl.load(min_p + row), vocab):
         high, low = inverse_temperature(heat)
         weight = weight_of(x, peak, high, low)
         tl.store(out + MASS * num_chunks, tl.sum(weight))
-        k = tl.load(top_k + row)
-        if is_filtered(k, tl.load(top_p + row), tl.load(min_p + row)):
-            pivots += row * PADDED
-            masses = out + FIRST_MASS * num_chunks
-            counted = counts + row * PIVOTS * num_chunks + chunk
-            if is_counted(k, vocab) & is_short(k, CANDIDATES):
-                higher = x > tl.load(pivots + GUARD)
-                tl.store(masses + GUARD * num_chunks, tl.sum(tl.where(higher, weight, 0.0)))
-                tl.store(counted + GUARD * num_chunks, tl.sum(higher.to(tl.int32)))
-            else:
+        pivots += row * PADDED
+        masses = out + FIRST_MASS * num_chunks
+        counted = counts + row * PIVOTS * num_chunks + chunk
+        if is_counted(k, vocab) & is_short(k, CANDIDATES):
+            higher = x > tl.load(pivots + GUARD)
+            tl.store(masses + GUARD * num_chunks, tl.sum(tl.where(higher, weight, 0.0)))
+            tl.store(counted + GUARD * num_chunks, tl.sum(higher.to(tl.int32)))
+        else:
+            for i in tl.static_range(PIVOTS):
+                higher = x > tl.load(pivots + i)
+                tl.store(masses + i * num_chunks, tl.sum(tl.where(higher, weight, 0.0)))
+            if is_counted(k, vocab):
                 for i in tl.static_range(PIVOTS):
                     higher = x > tl.load(pivots + i)
-                    tl.store(masses + i * num_chunks, tl.sum(tl.where(higher, weight, 0.0)))
-                if is_counted(k, vocab):
-                    for i in tl.static_range(PIVOTS):
-                        higher = x > tl.load(pivots + i)
-                        tl.store(counted + i * num_chunks, tl.sum(higher.to(tl.int32)))
+                    tl.store(counted + i * num_chunks, tl.sum(higher.to(tl.int32)))
+    else:
+        score = x - peak
+        if heat > 0:
+            noise = noise_of(noise_key(keys, positions, row, HASHED), cols)
+            score = tl.div_rn(score, heat) + noise
+        tl.store(best + row * num_chunks + chunk, best_of(score, cols, cols < vocab))

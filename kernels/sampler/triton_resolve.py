@@ -1,4 +1,4 @@
-"""The end of sampling on the GPU: thresholds found exactly among the gathered tokens, then the token drawn.
+"""The end of sampling on the GPU: the boundary found exactly among the gathered tokens, and the best score.
 
 One program a row. An interval of logits is narrowed until few tokens are left in it; those are ranked by a
 sort. Sums that decide are of integers or of ranked tokens, so that the order of what was gathered is nothing.
@@ -8,28 +8,26 @@ import triton
 import triton.language as tl
 
 from hybridserve.kernels.sampler.triton_locate import (
-    BOUNDARY,
     COUNT_ABOVE,
-    DRAW,
     FILTERED,
     HIGH,
     KIND,
     LOW,
     MASS_ABOVE,
-    SAME,
     TOP,
     TOTAL,
-    WHOLE,
 )
 from hybridserve.kernels.sampler.triton_math import (
-    LOWEST,
-    above,
-    below,
+    IDS,
+    NONE,
+    best_of,
     bounded,
+    id_in,
     inverse_temperature,
     key_of,
     load_columns,
-    uniform_of,
+    noise_key,
+    noise_of,
     value_of,
     weight_of,
 )
@@ -37,8 +35,6 @@ from hybridserve.kernels.sampler.triton_measure import is_counted
 
 # 2 ** 40: weights as integers, whose sums do not depend on their order
 _ONE = tl.constexpr(1099511627776.0)
-_IDS = tl.constexpr(0x7FFFFFFF)
-_EMPTY = tl.constexpr(-(2**63))
 
 
 @triton.jit
@@ -51,7 +47,7 @@ def _read(source, start, size, low, high, TILE: tl.constexpr, FROM_ROW: tl.const
     else:
         entry = tl.load(source + at, mask=at < size, other=0)
         x = (entry >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        ids = (entry & _IDS).to(tl.int32)
+        ids = (entry & IDS).to(tl.int32)
     return x, ids, (at < size) & (x > low) & (x <= high)
 
 
@@ -120,14 +116,14 @@ def _rank(source, size, low, high, scratch, RANKED: tl.constexpr, TILE: tl.const
         found = tl.sum(flags)
         if found > 0:
             at = place + tl.cumsum(flags, 0) - 1
-            entry = (key_of(x) << 32) | (ids ^ _IDS).to(tl.int64)
+            entry = (key_of(x) << 32) | (ids ^ IDS).to(tl.int64)
             tl.store(scratch + at, entry, mask=inside & (at < RANKED))
         place += found
     tl.debug_barrier()
     index = tl.arange(0, RANKED)
-    entry = tl.load(scratch + index, mask=index < place, other=_EMPTY)
+    entry = tl.load(scratch + index, mask=index < place, other=NONE)
     entry = tl.sort(entry, descending=True)
-    return value_of(entry >> 32), (entry & _IDS).to(tl.int32) ^ _IDS
+    return value_of(entry >> 32), (entry & IDS).to(tl.int32) ^ IDS
 
 
 @triton.jit
@@ -147,6 +143,101 @@ def _id_of_equal(source, size, t, ordinal, vocab, TILE: tl.constexpr, FROM_ROW: 
 
 
 @triton.jit
+def _boundary(
+    source,
+    size,
+    vocab,
+    plan,
+    within,
+    k,
+    p,
+    least,
+    heat,
+    top,
+    scratch,
+    RANKED: tl.constexpr,
+    TILE: tl.constexpr,
+    FROM_ROW: tl.constexpr,
+):
+    """The lowest logit that is kept, and the highest id kept of the tokens that have it.
+
+    Up to two thresholds in turn, as stages: 0, the k-th token, for the total that top_p refers to; 1, the
+    boundary. A ranking of the whole interval serves both.
+    """
+    counted = is_counted(k, vocab)
+    limit = tl.where(counted, k, vocab)
+    total = tl.load(plan + TOTAL)
+    infinity = tl.full([], float("inf"), tl.float64)
+    boundary = top
+    last_id = tl.full([], 0, tl.int32) + vocab - 1
+    first = tl.where(counted & (p < 1) & (within > RANKED), 0, 1)
+    stage = first
+    while stage < 2:
+        # the likeliest token is kept however small top_p is
+        mass_limit = tl.where((p < 1) & (stage == 1), tl.maximum(p * total, 1e-300), infinity)
+        low, high, left, count, mass = _narrow(
+            source,
+            size,
+            tl.load(plan + LOW).to(tl.float32),
+            tl.load(plan + HIGH).to(tl.float32),
+            within,
+            tl.load(plan + COUNT_ABOVE).to(tl.int32),
+            tl.load(plan + MASS_ABOVE),
+            limit,
+            mass_limit,
+            tl.where(stage == 1, least, 0.0),
+            heat,
+            top,
+            RANKED,
+            TILE,
+            FROM_ROW,
+        )
+        if left <= RANKED:
+            x, ids = _rank(source, size, low, high, scratch, RANKED, TILE * 4, FROM_ROW)
+            index = tl.arange(0, RANKED)
+            ranked = (index < left) & (count + index < limit)
+            weight = tl.exp((x - top).to(tl.float64) / heat.to(tl.float64))
+            weight = tl.where(index < left, weight, 0.0)
+            if counted & (p < 1) & (stage == first):
+                total = mass + tl.sum(tl.where(ranked, weight, 0.0))
+                mass_limit = tl.maximum(p * total, 1e-300)
+            if stage == 1:
+                before = mass + tl.cumsum(weight, 0) - weight
+                keep = ranked & (before < mass_limit) & (weight >= least)
+                boundary = tl.min(tl.where(keep, x, high))
+                last_id = tl.max(tl.where(keep & (x == boundary), ids, -1))
+        else:
+            # more equal logits than can be ranked
+            weight_here = tl.exp((high - top).to(tl.float64) / heat.to(tl.float64))
+            fitting = tl.minimum(left, limit - count)
+            if stage == 0:
+                total = mass + fitting * weight_here
+            else:
+                by_mass = tl.ceil((mass_limit - mass) / tl.maximum(weight_here, 1e-300))
+                kept_equal = tl.minimum(fitting, tl.minimum(by_mass, 1e9).to(tl.int64))
+                boundary = high
+                if kept_equal < left:
+                    last_id = _id_of_equal(source, size, high, kept_equal - 1, vocab, TILE, FROM_ROW)
+        stage += 1
+    return boundary, last_id
+
+
+@triton.jit
+def _best_kept(
+    source, size, boundary, last_id, high, heat, top, key, TILE: tl.constexpr, FROM_ROW: tl.constexpr
+):
+    """`best_of` the kept tokens up to `high`; those above it are `gather_between`'s."""
+    best = tl.full([], NONE, tl.int64)
+    for start in range(0, size, TILE):
+        x, ids, kept = _read(source, start, size, -float("inf"), high, TILE, FROM_ROW)
+        kept = kept & ((x > boundary) | ((x == boundary) & (ids <= last_id)))
+        if tl.max(kept.to(tl.int32)) > 0:
+            score = tl.div_rn(x - top, heat) + noise_of(key, ids)
+            best = tl.maximum(best, best_of(score, ids, kept))
+    return best
+
+
+@triton.jit
 def resolve(
     logits,
     row_stride,
@@ -155,129 +246,63 @@ def resolve(
     top_k,
     top_p,
     min_p,
-    uniform,
-    seeds,
+    keys,
     positions,
     plans,
     gathered,
     lists,
     scratch,
+    best,
     tokens,
     FROM_ROW: tl.constexpr,
     HASHED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS_PADDED: tl.constexpr,
     CANDIDATES: tl.constexpr,
     RANKED: tl.constexpr,
     PLAN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program a row: overwrite the token of a filtered row.
+    """One program a row: the token of a filtered row.
 
-    FROM_ROW: only rows with more tokens in an interval than were gathered, from the whole row; else only the
-    others. Up to three thresholds in turn, as stages: 0, the k-th token, for the total that top_p refers to;
-    1, the boundary; 2, the draw.
+    FROM_ROW: only rows with more tokens in the interval than were gathered, from the whole row; else only the
+    others.
     """
     row = tl.program_id(0).to(tl.int64)
     plan = plans + row * PLAN
     filtered = tl.load(plan + KIND) == FILTERED
-    if filtered:
-        most = tl.maximum(tl.load(gathered + row * 2), tl.load(gathered + row * 2 + 1))
-        filtered = (most > CANDIDATES) == FROM_ROW
-    if filtered:
+    within = tl.load(gathered + row, mask=filtered, other=0)
+    if filtered & ((within > CANDIDATES) == FROM_ROW):
+        if FROM_ROW:
+            source = logits + row * row_stride
+            size = vocab
+        else:
+            source = lists + row * CANDIDATES
+            size = within
         heat = tl.load(temperature + row).to(tl.float32)
         top = tl.load(plan + TOP).to(tl.float32)
-        k = tl.load(top_k + row).to(tl.int64)
-        p = tl.load(top_p + row).to(tl.float64)
-        least = tl.load(min_p + row).to(tl.float64)
-        u = uniform_of(uniform, seeds, positions, row, HASHED)
-        inverse, correction = inverse_temperature(heat)
-        limit = tl.where(is_counted(k, vocab), k, vocab)
-        total = tl.load(plan + TOTAL)
-        both = is_counted(k, vocab) & (p < 1)
-        same = tl.load(plan + SAME) != 0
-        # what the boundary stage finds, and what holds without one
-        kept_mass = total
-        boundary = LOWEST * 2.0
-        kept_equal = vocab.to(tl.int64)
-        token = tl.load(tokens + row).to(tl.int32)
-        infinity = tl.full([], float("inf"), tl.float64)
-        first = tl.where(both & (tl.load(gathered + row * 2) > RANKED), 0, 1)
-        stage = tl.where(tl.load(plan + WHOLE) != 0, 2, first)
-        while stage < 3:
-            drawing = stage == 2
-            interval = plan + tl.where(drawing & (same == 0), DRAW, BOUNDARY)
-            which = tl.where(drawing & (same == 0), 1, 0)
-            within = tl.load(gathered + row * 2 + which)
-            # one ranking then serves boundary and draw
-            at_once = same & (within <= RANKED)
-            if FROM_ROW:
-                source = logits + row * row_stride
-                size = vocab
-            else:
-                source = lists + (row * 2 + which) * CANDIDATES
-                size = within
-            target = tl.minimum(u * kept_mass, below(kept_mass))
-            # the likeliest token is kept however small top_p is
-            mass_limit = tl.where((p < 1) & (stage > 0), tl.maximum(p * total, 1e-300), infinity)
-            low, high, within, count, mass = _narrow(
-                source,
-                size,
-                tl.load(interval + LOW).to(tl.float32),
-                tl.load(interval + HIGH).to(tl.float32),
-                within,
-                tl.load(interval + COUNT_ABOVE).to(tl.int32),
-                tl.load(interval + MASS_ABOVE),
-                tl.where(drawing, vocab + 1, limit),
-                tl.where(drawing, above(target), mass_limit),
-                tl.where(stage == 1, least, 0.0),
-                heat,
-                top,
-                RANKED,
-                TILE,
-                FROM_ROW,
-            )
-            if within <= RANKED:
-                x, ids = _rank(source, size, low, high, scratch + row * RANKED, RANKED, TILE * 4, FROM_ROW)
-                index = tl.arange(0, RANKED)
-                real = index < within
-                weight = tl.exp((x - top).to(tl.float64) / heat.to(tl.float64))
-                weight = tl.where(real, weight, 0.0)
-                cumulative = mass + tl.cumsum(weight, 0)
-                if drawing == 0:
-                    ranked = real & (count + index < limit)
-                    if both & ((stage == 0) | (first == 1)):
-                        total = mass + tl.sum(tl.where(ranked, weight, 0.0))
-                        mass_limit = tl.maximum(p * total, 1e-300)
-                    if stage == 1:
-                        keep = ranked & (cumulative - weight < mass_limit) & (weight >= least)
-                        kept_mass = mass + tl.sum(tl.where(keep, weight, 0.0))
-                        boundary = tl.min(tl.where(keep, x, high))
-                        kept_equal = tl.sum((keep & (x == boundary)).to(tl.int64))
-                        target = tl.minimum(u * kept_mass, below(kept_mass))
-                        drawing = at_once
-                        stage = tl.where(at_once, 2, stage)
-                if drawing:
-                    # sums rounded differently may point past the boundary
-                    earlier = tl.sum((real & (x > boundary)).to(tl.int32))
-                    allowed = real & (x >= boundary) & (index - earlier < kept_equal) & (weight > 0)
-                    place = tl.min(tl.where(allowed & (cumulative > target), index, RANKED))
-                    place = tl.minimum(place, tl.max(tl.where(allowed, index, -1)))
-                    token = tl.where(place >= 0, tl.sum(tl.where(index == place, ids, 0)), token)
-            else:
-                # more equal logits than can be ranked
-                weight_here = tl.exp((high - top).to(tl.float64) / heat.to(tl.float64))
-                fitting = tl.minimum(within, limit - count)
-                if drawing:
-                    ordinal = tl.maximum((target - mass) / tl.maximum(weight_here, 1e-300), 0.0)
-                    last = tl.where(high == boundary, tl.minimum(kept_equal, within), within) - 1
-                    ordinal = tl.minimum(tl.minimum(ordinal, 1e9).to(tl.int64), last)
-                    token = _id_of_equal(source, size, high, ordinal, vocab, TILE, FROM_ROW)
-                else:
-                    if stage == 0:
-                        total = mass + fitting * weight_here
-                    else:
-                        by_mass = (mass_limit - mass) / tl.maximum(weight_here, 1e-300)
-                        kept_equal = tl.minimum(fitting, tl.ceil(tl.minimum(by_mass, 1e9)).to(tl.int64))
-                        kept_mass = mass + kept_equal * weight_here
-                        boundary = high
-            stage += 1
-        tl.store(tokens + row, token.to(tl.int64))
+        boundary, last_id = _boundary(
+            source,
+            size,
+            vocab,
+            plan,
+            within,
+            tl.load(top_k + row).to(tl.int64),
+            tl.load(top_p + row).to(tl.float64),
+            tl.load(min_p + row).to(tl.float64),
+            heat,
+            top,
+            scratch + row * RANKED,
+            RANKED,
+            TILE,
+            FROM_ROW,
+        )
+        key = noise_key(keys, positions, row, HASHED)
+        high = tl.load(plan + HIGH).to(tl.float32)
+        found = _best_kept(source, size, boundary, last_id, high, heat, top, key, TILE * 4, FROM_ROW)
+        num_chunks = tl.cdiv(vocab, CHUNK)
+        chunks = tl.arange(0, CHUNKS_PADDED)
+        above = tl.load(best + row * num_chunks + chunks, mask=chunks < num_chunks, other=NONE)
+        token = id_in(tl.maximum(found, tl.max(above)))
+        # nothing may be kept of a row that is not finite
+        tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))

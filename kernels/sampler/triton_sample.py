@@ -1,6 +1,7 @@
 """Sampling on the GPU: temperature, top-k, top-p, min-p and the draw, without sorting the vocabulary.
 
-Two passes over the logits for filtered rows and one for others, in six launches that a CUDA graph can hold.
+The token drawn has the largest logit / temperature plus Gumbel noise, so that a row without filters takes one
+pass over its logits; filtered rows take two, in six launches that a CUDA graph can hold.
 Rows are independent, and greedy, unfiltered and filtered ones may be mixed. Knows nothing of requests.
 """
 
@@ -31,9 +32,9 @@ class Tuning:
     bins: int = 256
     """Of the histogram of that sample."""
     candidates: int = 32768
-    """Tokens that may be gathered for a threshold; where it takes more, the row is scanned whole."""
+    """Tokens that may be gathered around a boundary; where it takes more, the row is scanned whole."""
     ranked: int = 512
-    """Tokens that are sorted to end the search for a threshold."""
+    """Tokens that are sorted to end the search for a boundary."""
     tile: int = 512
     """Tokens looked at together while it goes on."""
 
@@ -48,7 +49,7 @@ def sample(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
-    uniform: torch.Tensor,
+    keys: torch.Tensor,
     tuning: Tuning = SERVED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token a row, and whether the row is free of NaN and infinities.
@@ -56,15 +57,16 @@ def sample(
     logits: fp32, bf16 or fp16 [B, V], columns contiguous, any row stride. temperature, top_p, min_p: floating
         [B]; top_k: integer [B]. Temperature 0 is greedy (the lowest id of the largest logit); top_k <= 0,
         top_p >= 1 and min_p <= 0 are off.
-    uniform: fp64 [B] in [0, 1), the point of the cumulative distribution that is drawn.
+    keys: int64 [B], of `draw_key`.
     Returns int64 [B] in [0, V) and bool [B]; the token of a row that is not finite means nothing. Logits
     beyond 2 ** 126 count as that; forbid a token by the lowest finite number, so that its row stays finite.
 
-    The definition is the CPU path's. Filters and draw compare sums of fp32 weights, so that a token within
-    about 1e-6 of the row's mass from the other side of a threshold may be chosen instead; equal logits are
-    equal here too and rank by rising id. A row's result does not depend on the other rows or their number.
+    The definition is the CPU path's. Filters compare sums of fp32 weights, so that a token within about 1e-6
+    of the row's mass from a boundary may be kept here and dropped there; equal logits are equal here too and
+    rank by rising id. Scores are fp32, so that two within about 1e-6 of each other may change places. A row's
+    result does not depend on the other rows or their number.
     """
-    return _launch(logits, temperature, top_k, top_p, min_p, uniform, None, None, tuning)
+    return _launch(logits, temperature, top_k, top_p, min_p, keys, None, tuning)
 
 
 def sample_seeded(
@@ -77,11 +79,11 @@ def sample_seeded(
     positions: torch.Tensor,
     tuning: Tuning = SERVED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sample` with the numbers that `uniform_from_seed(seed, position)` gives, computed on the device.
+    """`sample` with the keys that `draw_key(seed, position)` gives, computed on the device.
 
     seeds: int64 [B], the seed modulo 2 ** 64 as two's complement. positions: int64 [B].
     """
-    return _launch(logits, temperature, top_k, top_p, min_p, None, seeds, positions, tuning)
+    return _launch(logits, temperature, top_k, top_p, min_p, seeds, positions, tuning)
 
 
 def _launch(
@@ -90,13 +92,13 @@ def _launch(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
-    uniform: torch.Tensor | None,
-    seeds: torch.Tensor | None,
+    keys: torch.Tensor,
     positions: torch.Tensor | None,
     tuning: Tuning,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """keys: with positions, the seeds."""
     num_rows, vocab = logits.shape
-    device, hashed = logits.device, uniform is None
+    device, hashed = logits.device, positions is not None
     num_chunks = triton.cdiv(vocab, tuning.chunk)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     finite = torch.empty(num_rows, dtype=torch.bool, device=device)
@@ -105,22 +107,20 @@ def _launch(
     pivots = torch.empty(num_rows, PIVOTS_PADDED, device=device)
     floats = torch.empty(num_rows, FLOATS, num_chunks, device=device)
     counts = torch.empty(num_rows, PIVOTS, num_chunks, dtype=torch.int32, device=device)
+    best = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=device)
     plans = torch.empty(num_rows, PLAN, dtype=torch.float64, device=device)
-    gathered = torch.empty(num_rows, 2, dtype=torch.int32, device=device)
-    lists = torch.empty(num_rows, 2, tuning.candidates, dtype=torch.int64, device=device)
+    gathered = torch.empty(num_rows, dtype=torch.int32, device=device)
+    lists = torch.empty(num_rows, tuning.candidates, dtype=torch.int64, device=device)
     scratch = torch.empty(num_rows, tuning.ranked, dtype=torch.int64, device=device)
 
     rows, chunks = (num_rows,), (num_rows * num_chunks,)
     given = (logits, logits.stride(0), vocab)
     options = (temperature, top_k, top_p, min_p)
-    numbers = (uniform, seeds, positions)
     padded = triton.next_power_of_2(num_chunks)
     choose_pivots[rows](
         *given,
         *options,
-        *numbers,
         pivots,
-        HASHED=hashed,
         SAMPLE=tuning.sample,
         BINS=tuning.bins,
         CANDIDATES=tuning.candidates,
@@ -130,9 +130,13 @@ def _launch(
     measure_chunks[chunks](
         *given,
         *options,
+        keys,
+        positions,
         pivots,
         floats,
         counts,
+        best,
+        HASHED=hashed,
         CHUNK=tuning.chunk,
         CANDIDATES=tuning.candidates,
         PIVOTS=PIVOTS,
@@ -140,17 +144,16 @@ def _launch(
         num_warps=4,
     )
     locate[rows](
-        *given,
+        vocab,
         *options,
-        *numbers,
         pivots,
         floats,
         counts,
+        best,
         plans,
         gathered,
         tokens,
         finite,
-        HASHED=hashed,
         CHUNK=tuning.chunk,
         CHUNKS_PADDED=padded,
         CANDIDATES=tuning.candidates,
@@ -161,9 +164,14 @@ def _launch(
     )
     gather_between[chunks](
         *given,
+        temperature,
+        keys,
+        positions,
         plans,
         gathered,
         lists,
+        best,
+        HASHED=hashed,
         CHUNK=tuning.chunk,
         CANDIDATES=tuning.candidates,
         PLAN=PLAN,
@@ -173,14 +181,18 @@ def _launch(
         resolve[rows](
             *given,
             *options,
-            *numbers,
+            keys,
+            positions,
             plans,
             gathered,
             lists,
             scratch,
+            best,
             tokens,
             FROM_ROW=from_row,
             HASHED=hashed,
+            CHUNK=tuning.chunk,
+            CHUNKS_PADDED=padded,
             CANDIDATES=tuning.candidates,
             RANKED=tuning.ranked,
             PLAN=PLAN,
