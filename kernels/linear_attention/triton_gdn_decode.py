@@ -11,7 +11,6 @@ import triton.language as tl
 
 from hybridserve.kernels.linear_attention.triton_decode_parts import (
     L2_EPS,
-    dot_keys,
     key_tile,
     load_masked,
     read_state,
@@ -74,9 +73,16 @@ def gates(a, b, A_log, dt_bias, head):
 
 
 @triton.jit
-def split_pair(x, pair):
-    """[BLOCK_K / 32, 2, 32] -> its two [BLOCK_K / 32, 32]."""
-    return tl.sum(tl.where(pair == 0, x, 0.0), 1), tl.sum(tl.where(pair == 1, x, 0.0), 1)
+def key_products(k, q):
+    """k . k, q . q and k . q of two [BLOCK_K / 32, 32]: one sum over warps for all three."""
+    which = tl.arange(0, 4)[:, None, None]
+    products = tl.where(which == 2, k[None], tl.where(which == 1, q[None], k[None]))
+    products *= tl.where(which == 0, k[None], q[None])
+    sums = tl.sum(tl.sum(products, 2), 1)
+    which = tl.arange(0, 4)
+    kk = tl.sum(tl.where(which == 0, sums, 0.0), 0)
+    qq = tl.sum(tl.where(which == 1, sums, 0.0), 0)
+    return kk, qq, tl.sum(tl.where(which == 2, sums, 0.0), 0)
 
 
 @triton.jit
@@ -120,7 +126,6 @@ def _gdn_decode_kernel(
     HAS_BIAS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BARRIER: tl.constexpr = True,
 ):
     MASKED: tl.constexpr = BLOCK_K != K or BLOCK_V != V
     CHANNELS: tl.constexpr = 2 * HK * K + HV * V
@@ -136,24 +141,36 @@ def _gdn_decode_kernel(
         store_masked(out_pointers, tl.zeros([BLOCK_V], tl.float32), is_value, MASKED)
         return
 
-    # all loads before the first use. what q, k and v are made of comes first: they are ready when the state arrives
+    state_row = state + index * state_stride + head * V * K
+    # all loads before the first use. what q, k and v are made of comes first: they are ready when the state is
     keys, is_key = key_tile(K, BLOCK_K)
+    q_channels = head // GROUP * K + keys
+    k_channels = q_channels + HK * K
+    v_channels = 2 * HK * K + head * V + values
     x_row = qkv + row * qkv_stride
     ring_row = conv_state + index * conv_stride
-    # q and k as one tensor, and windows as tensors: of what has fewer elements than threads, Triton would load
-    # and convolve copies in every warp
-    pair = tl.arange(0, 2)[None, :, None]
-    qk_channels = head // GROUP * K + pair * (HK * K) + keys[:, None, :]
-    is_qk = (pair >= 0) & is_key[:, None, :]
-    v_channels = 2 * HK * K + head * V + values
     lags = tl.arange(0, LAGS)
-    qk_window, qk_taps = conv_window(
+    key_lags = lags[:, None, None]
+    q_window, q_taps = conv_window(
         x_row,
         ring_row,
         conv_weight,
-        qk_channels[None],
-        is_qk[None],
-        lags[:, None, None, None],
+        q_channels[None],
+        is_key[None],
+        key_lags,
+        phase,
+        CHANNELS,
+        KERNEL,
+        TAP_STRIDE,
+        CHANNEL_STRIDE,
+    )
+    k_window, k_taps = conv_window(
+        x_row,
+        ring_row,
+        conv_weight,
+        k_channels[None],
+        is_key[None],
+        key_lags,
         phase,
         CHANNELS,
         KERNEL,
@@ -177,27 +194,26 @@ def _gdn_decode_kernel(
     z_vector = load_masked(z + row * z_stride + head * V + values, is_value, MASKED)
     weight = load_masked(norm_weight + values, is_value, MASKED)
     offsets, in_state = state_tile(keys, values, K, V)
-    pointers = state + index * state_stride + head * V * K + offsets
-    tile = load_masked(pointers, in_state, MASKED)
-    if BARRIER:
-        tl.debug_barrier()
+    tile = load_masked(state_row + offsets, in_state, MASKED)
 
-    q, k = split_pair(convolve(qk_window, qk_taps, conv_bias, qk_channels, is_qk, HAS_BIAS), pair)
+    q = convolve(q_window, q_taps, conv_bias, q_channels, is_key, HAS_BIAS)
+    k = convolve(k_window, k_taps, conv_bias, k_channels, is_key, HAS_BIAS)
     v = convolve(v_window, v_taps, conv_bias, v_channels, is_value, HAS_BIAS)
     # the norms of q and k are factors of scalars, so that S k need not wait for them
-    q_norm = tl.rsqrt(dot_keys(q, q) + L2_EPS) * scale
-    k_norm = tl.rsqrt(dot_keys(k, k) + L2_EPS)
+    kk, qq, kq = key_products(k, q)
+    k_norm = tl.rsqrt(kk + L2_EPS)
+    q_norm = tl.rsqrt(qq + L2_EPS) * scale
     decay = tl.exp(g)
-    u = (v - decay * k_norm * read_state(tile, k)) * beta
-    o = q_norm * (decay * read_state(tile, q) + dot_keys(k, q) * k_norm * u)
-    tile = tile * decay + (u * k_norm)[:, None, None] * k[None, :, :]
-    store_masked(pointers, tile, in_state, MASKED)
+    u = (v - decay * k_norm * read_state(tile, k)) * beta * k_norm
+    o = q_norm * (decay * read_state(tile, q) + kq * u)
+    store_masked(state_row + offsets, tile * decay + u[:, None, None] * k[None, :, :], in_state, MASKED)
     store_masked(out_pointers, norm_and_gate(o, z_vector, weight, eps, V), is_value, MASKED)
 
     column = ring_row + phase * CHANNELS
     copy_channels(x_row, column, v_channels, is_value, MASKED)
     if head % GROUP == 0:
-        copy_channels(x_row, column, qk_channels, is_qk, MASKED)
+        copy_channels(x_row, column, q_channels, is_key, MASKED)
+        copy_channels(x_row, column, k_channels, is_key, MASKED)
 
 
 def head_blocks(head_k_dim: int, head_v_dim: int) -> tuple[int, int, int, int]:

@@ -13,7 +13,6 @@ import triton.language as tl
 from hybridserve.kernels.linear_attention.replay import ReplayRing
 from hybridserve.kernels.linear_attention.triton_decode_parts import (
     L2_EPS,
-    dot_keys,
     key_tile,
     load_masked,
     read_state,
@@ -26,15 +25,24 @@ from hybridserve.kernels.linear_attention.triton_gdn_decode import (
     copy_channels,
     gates,
     head_blocks,
+    key_products,
     norm_and_gate,
-    split_pair,
 )
+
+
+@triton.jit
+def ring_entry(k_row, u_row, g_row, j, keys, is_key, values, is_value, K: tl.constexpr, V: tl.constexpr):
+    """(k, u, g) of entry j; k and u are zero where j is negative."""
+    u = tl.load(u_row + j * V + values, mask=is_value & (values * 0 + j >= 0), other=0.0)
+    k = tl.load(k_row + j * K + keys, mask=is_key & (keys * 0 + j >= 0), other=0.0)
+    return k.to(tl.float32), u, tl.load(g_row + tl.maximum(j, 0))
 
 
 @triton.jit
 def fold_ring(
     tile,
-    g,
+    decay,
+    left,
     count,
     k_row,
     u_row,
@@ -45,20 +53,20 @@ def fold_ring(
     is_value,
     K: tl.constexpr,
     V: tl.constexpr,
-    MASKED: tl.constexpr,
 ):
-    """exp(G) S + sum_j exp(G - G_j) u_j outer k_j over `count` entries, G starting from g; latest entry first."""
-    total = g
-    for j in range(0, count):
-        total += tl.load(g_row + j)
-    tile *= tl.exp(total)
-    left = g
-    for i in range(0, count):
+    """decay S + sum_j exp(left + later g) u_j outer k_j over `count` entries, `decay` that of all of them.
+
+    The latest entry first: exponentials are of sums of later g, never of a difference of two sums.
+    """
+    tile *= decay
+    # two entries at a time, so that their loads wait together
+    for i in range(0, count, 2):
         j = count - 1 - i
-        u = load_masked(u_row + j * V + values, is_value, MASKED) * tl.exp(left)
-        k = load_masked(k_row + j * K + keys, is_key, MASKED)
-        tile += u[:, None, None] * k[None, :, :]
-        left += tl.load(g_row + j)
+        k0, u0, g0 = ring_entry(k_row, u_row, g_row, j, keys, is_key, values, is_value, K, V)
+        k1, u1, g1 = ring_entry(k_row, u_row, g_row, j - 1, keys, is_key, values, is_value, K, V)
+        tile += (u0 * tl.exp(left))[:, None, None] * k0[None, :, :]
+        tile += (u1 * tl.exp(left + g0))[:, None, None] * k1[None, :, :]
+        left += g0 + g1
     return tile
 
 
@@ -106,7 +114,6 @@ def _gdn_decode_replay_kernel(
     HAS_BIAS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BARRIER: tl.constexpr = True,
 ):
     MASKED: tl.constexpr = BLOCK_K != K or BLOCK_V != V
     CHANNELS: tl.constexpr = 2 * HK * K + HV * V
@@ -124,24 +131,39 @@ def _gdn_decode_replay_kernel(
         store_masked(out_pointers, tl.zeros([BLOCK_V], tl.float32), is_value, MASKED)
         return
 
-    # all loads before the first use. what q, k and v are made of comes first: they are ready when the state arrives
+    state_row = state + index * state_stride + head * V * K
+    k_row = ring_k + index * ring_k_stride + head // GROUP * WINDOW * K
+    u_row = ring_u + index * ring_u_stride + head * WINDOW * V
+    g_row = ring_g + index * ring_g_stride + head * WINDOW
+    # all loads before the first use. what q, k and v are made of comes first: they are ready when the state is
     keys, is_key = key_tile(K, BLOCK_K)
+    q_channels = head // GROUP * K + keys
+    k_channels = q_channels + HK * K
+    v_channels = 2 * HK * K + head * V + values
     x_row = qkv + row * qkv_stride
     ring_row = conv_state + index * conv_stride
-    # q and k as one tensor, and windows as tensors: of what has fewer elements than threads, Triton would load
-    # and convolve copies in every warp
-    pair = tl.arange(0, 2)[None, :, None]
-    qk_channels = head // GROUP * K + pair * (HK * K) + keys[:, None, :]
-    is_qk = (pair >= 0) & is_key[:, None, :]
-    v_channels = 2 * HK * K + head * V + values
     lags = tl.arange(0, LAGS)
-    qk_window, qk_taps = conv_window(
+    key_lags = lags[:, None, None]
+    q_window, q_taps = conv_window(
         x_row,
         ring_row,
         conv_weight,
-        qk_channels[None],
-        is_qk[None],
-        lags[:, None, None, None],
+        q_channels[None],
+        is_key[None],
+        key_lags,
+        phase,
+        CHANNELS,
+        KERNEL,
+        TAP_STRIDE,
+        CHANNEL_STRIDE,
+    )
+    k_window, k_taps = conv_window(
+        x_row,
+        ring_row,
+        conv_weight,
+        k_channels[None],
+        is_key[None],
+        key_lags,
         phase,
         CHANNELS,
         KERNEL,
@@ -165,57 +187,50 @@ def _gdn_decode_replay_kernel(
     z_vector = load_masked(z + row * z_stride + head * V + values, is_value, MASKED)
     weight = load_masked(norm_weight + values, is_value, MASKED)
     entries = tl.arange(0, WINDOW)
-    channels = tl.arange(0, BLOCK_K)
-    k_row = ring_k + index * ring_k_stride + head // GROUP * WINDOW * K
-    u_row = ring_u + index * ring_u_stride + head * WINDOW * V
-    g_row = ring_g + index * ring_g_stride + head * WINDOW
-    is_entry = (entries < count)[:, None]
-    old_k = tl.load(
-        k_row + entries[:, None] * K + channels[None, :], mask=is_entry & (channels < K)[None, :], other=0.0
+    is_entry = entries < count
+    old_k_offsets, in_old_k = state_tile(keys, entries, K, WINDOW)
+    # loaded four at a time, as the state's fp32 is: then both have one layout, and share k and q in it
+    old_k_offsets = tl.max_contiguous(tl.multiple_of(old_k_offsets, [1, 1, 4]), [1, 1, 4])
+    old_k = tl.load(k_row + old_k_offsets, mask=in_old_k & is_entry[:, None, None], other=0.0)
+    old_u = tl.load(
+        u_row + entries[:, None] * V + values[None, :], mask=is_entry[:, None] & is_value[None, :], other=0.0
     )
-    old_u = tl.load(u_row + entries[:, None] * V + values[None, :], mask=is_entry & is_value[None, :], other=0.0)
-    old_g = tl.load(g_row + entries, mask=entries < count, other=0.0)
-    # of row j the entries after j
-    is_later = (entries[None, :] > entries[:, None]) & (entries < count)[None, :]
+    old_g = tl.load(g_row + entries, mask=is_entry, other=0.0)
+    # in row j the entries after j
+    is_later = (entries[None, :] > entries[:, None]) & is_entry[None, :]
     later_g = tl.load(g_row + entries[None, :] + entries[:, None] * 0, mask=is_later, other=0.0)
     offsets, in_state = state_tile(keys, values, K, V)
-    pointers = state + index * state_stride + head * V * K + offsets
-    tile = load_masked(pointers, in_state, MASKED)
-    if BARRIER:
-        tl.debug_barrier()
+    tile = load_masked(state_row + offsets, in_state, MASKED)
 
-    q, k = split_pair(convolve(qk_window, qk_taps, conv_bias, qk_channels, is_qk, HAS_BIAS), pair)
+    q = convolve(q_window, q_taps, conv_bias, q_channels, is_key, HAS_BIAS)
+    k = convolve(k_window, k_taps, conv_bias, k_channels, is_key, HAS_BIAS)
     v = convolve(v_window, v_taps, conv_bias, v_channels, is_value, HAS_BIAS)
-    # sums over later entries: a difference of two running sums would lose small decays behind large ones
+    kk, qq, kq = key_products(k, q)
+    k_norm = tl.rsqrt(kk + L2_EPS)
+    q_norm = tl.rsqrt(qq + L2_EPS) * scale
+    decay = tl.exp(g + tl.sum(old_g, 0))
+    # sums of later entries' g: a difference of two running sums would lose small decays behind large ones
     left = tl.exp(g + tl.sum(later_g, 1))
     old_k = old_k.to(tl.float32)
-    by_k = left * tl.sum(old_k * tl.reshape(k, [1, BLOCK_K]), 1)
-    by_q = left * tl.sum(old_k * tl.reshape(q, [1, BLOCK_K]), 1)
-    ring_by_k = tl.sum(by_k[:, None] * old_u, 0)
-    ring_by_q = tl.sum(by_q[:, None] * old_u, 0)
-    q_norm = tl.rsqrt(dot_keys(q, q) + L2_EPS) * scale
-    k_norm = tl.rsqrt(dot_keys(k, k) + L2_EPS)
-    own = dot_keys(k, q) * k_norm
-    decay = tl.exp(g + tl.sum(old_g, 0))
-    read_k = decay * read_state(tile, k) + ring_by_k
-    read_q = decay * read_state(tile, q) + ring_by_q
-    u = (v - k_norm * read_k) * beta
-    o = q_norm * (read_q + own * u)
+    ring_by_k = tl.sum((left * read_state(old_k, k))[:, None] * old_u, 0)
+    ring_by_q = tl.sum((left * read_state(old_k, q))[:, None] * old_u, 0)
+    u = (v - k_norm * (decay * read_state(tile, k) + ring_by_k)) * beta * k_norm
+    o = q_norm * (decay * read_state(tile, q) + ring_by_q + kq * u)
     store_masked(out_pointers, norm_and_gate(o, z_vector, weight, eps, V), is_value, MASKED)
 
-    u *= k_norm
+    column = ring_row + phase * CHANNELS
+    copy_channels(x_row, column, v_channels, is_value, MASKED)
+    if head % GROUP == 0:
+        copy_channels(x_row, column, q_channels, is_key, MASKED)
+        copy_channels(x_row, column, k_channels, is_key, MASKED)
     if flush:
-        tile = fold_ring(tile, g, count, k_row, u_row, g_row, keys, is_key, values, is_value, K, V, MASKED)
-        store_masked(pointers, tile + u[:, None, None] * k[None, :, :], in_state, MASKED)
+        tile = fold_ring(tile, decay, g, count, k_row, u_row, g_row, keys, is_key, values, is_value, K, V)
+        store_masked(state_row + offsets, tile + u[:, None, None] * k[None, :, :], in_state, MASKED)
     else:
         store_masked(u_row + count * V + values, u, is_value, MASKED)
         tl.store(g_row + count, g)
         if head % GROUP == 0:
             store_masked(k_row + count * K + keys, k, is_key, MASKED)
-    column = ring_row + phase * CHANNELS
-    copy_channels(x_row, column, v_channels, is_value, MASKED)
-    if head % GROUP == 0:
-        copy_channels(x_row, column, qk_channels, is_qk, MASKED)
 
 
 @triton.jit
@@ -245,17 +260,19 @@ def _flush_kernel(
     count = tl.load(counts + row).to(tl.int32)
     if (index < 0) | (count == 0):
         return
-    values = tl.arange(0, BLOCK_V)
-    is_value = values < V
     keys, is_key = key_tile(K, BLOCK_K)
-    offsets, in_state = state_tile(keys, values, K, V)
-    pointers = state + index * state_stride + head * V * K + offsets
+    state_row = state + index * state_stride + head * V * K
     k_row = ring_k + index * ring_k_stride + head // (HV // HK) * WINDOW * K
     u_row = ring_u + index * ring_u_stride + head * WINDOW * V
     g_row = ring_g + index * ring_g_stride + head * WINDOW
-    tile = load_masked(pointers, in_state, MASKED)
-    tile = fold_ring(tile, 0.0, count, k_row, u_row, g_row, keys, is_key, values, is_value, K, V, MASKED)
-    store_masked(pointers, tile, in_state, MASKED)
+    values = tl.arange(0, BLOCK_V)
+    is_value = values < V
+    entries = tl.arange(0, WINDOW)
+    offsets, in_state = state_tile(keys, values, K, V)
+    tile = load_masked(state_row + offsets, in_state, MASKED)
+    decay = tl.exp(tl.sum(tl.load(g_row + entries, mask=entries < count, other=0.0), 0))
+    tile = fold_ring(tile, decay, 0.0, count, k_row, u_row, g_row, keys, is_key, values, is_value, K, V)
+    store_masked(state_row + offsets, tile, in_state, MASKED)
 
 
 def gdn_decode_replay(
