@@ -59,9 +59,9 @@ def convolve(window, taps, bias, channels, mask, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
-def copy_channels(x_row, column, channels, mask, MASKED: tl.constexpr):
-    """Put the token's inputs into its column of the ring."""
-    store_masked(column + channels, load_masked(x_row + channels, mask, MASKED), mask, MASKED)
+def keep_input(column, channels, window, lag, mask):
+    """Put the token's inputs, lag 0 of a window, into its column of the ring."""
+    tl.store(column + channels + lag * 0, window, mask=mask & (lag == 0))
 
 
 @triton.jit
@@ -191,14 +191,19 @@ def _gdn_decode_kernel(
         CHANNEL_STRIDE,
     )
     g, beta = gates(a + row * a_stride + head, b + row * b_stride + head, A_log, dt_bias, head)
-    z_vector = load_masked(z + row * z_stride + head * V + values, is_value, MASKED)
-    weight = load_masked(norm_weight + values, is_value, MASKED)
-    offsets, in_state = state_tile(keys, values, K, V)
-    tile = load_masked(state_row + offsets, in_state, MASKED)
 
     q = convolve(q_window, q_taps, conv_bias, q_channels, is_key, HAS_BIAS)
     k = convolve(k_window, k_taps, conv_bias, k_channels, is_key, HAS_BIAS)
     v = convolve(v_window, v_taps, conv_bias, v_channels, is_value, HAS_BIAS)
+    column = ring_row + phase * CHANNELS
+    is_writer = is_key[None] & (keys[None] * 0 + head % GROUP == 0)
+    keep_input(column, q_channels[None], q_window, key_lags, is_writer)
+    keep_input(column, k_channels[None], k_window, key_lags, is_writer)
+    keep_input(column, v_channels[None], v_window, lags[:, None], is_value[None])
+    offsets, in_state = state_tile(keys, values, K, V)
+    tile = load_masked(state_row + offsets, in_state, MASKED)
+    z_vector = load_masked(z + row * z_stride + head * V + values, is_value, MASKED)
+    weight = load_masked(norm_weight + values, is_value, MASKED)
     # the norms of q and k are factors of scalars, so that S k need not wait for them
     kk, qq, kq = key_products(k, q)
     k_norm = tl.rsqrt(kk + L2_EPS)
@@ -208,12 +213,6 @@ def _gdn_decode_kernel(
     o = q_norm * (decay * read_state(tile, q) + kq * u)
     store_masked(state_row + offsets, tile * decay + u[:, None, None] * k[None, :, :], in_state, MASKED)
     store_masked(out_pointers, norm_and_gate(o, z_vector, weight, eps, V), is_value, MASKED)
-
-    column = ring_row + phase * CHANNELS
-    copy_channels(x_row, column, v_channels, is_value, MASKED)
-    if head % GROUP == 0:
-        copy_channels(x_row, column, q_channels, is_key, MASKED)
-        copy_channels(x_row, column, k_channels, is_key, MASKED)
 
 
 def head_blocks(head_k_dim: int, head_v_dim: int) -> tuple[int, int, int, int]:

@@ -22,9 +22,9 @@ from hybridserve.kernels.linear_attention.triton_decode_parts import (
 from hybridserve.kernels.linear_attention.triton_gdn_decode import (
     conv_window,
     convolve,
-    copy_channels,
     gates,
     head_blocks,
+    keep_input,
     key_products,
     norm_and_gate,
 )
@@ -184,8 +184,6 @@ def _gdn_decode_replay_kernel(
         CHANNEL_STRIDE,
     )
     g, beta = gates(a + row * a_stride + head, b + row * b_stride + head, A_log, dt_bias, head)
-    z_vector = load_masked(z + row * z_stride + head * V + values, is_value, MASKED)
-    weight = load_masked(norm_weight + values, is_value, MASKED)
     entries = tl.arange(0, WINDOW)
     is_entry = entries < count
     old_k_offsets, in_old_k = state_tile(keys, entries, K, WINDOW)
@@ -199,12 +197,19 @@ def _gdn_decode_replay_kernel(
     # in row j the entries after j
     is_later = (entries[None, :] > entries[:, None]) & is_entry[None, :]
     later_g = tl.load(g_row + entries[None, :] + entries[:, None] * 0, mask=is_later, other=0.0)
-    offsets, in_state = state_tile(keys, values, K, V)
-    tile = load_masked(state_row + offsets, in_state, MASKED)
 
     q = convolve(q_window, q_taps, conv_bias, q_channels, is_key, HAS_BIAS)
     k = convolve(k_window, k_taps, conv_bias, k_channels, is_key, HAS_BIAS)
     v = convolve(v_window, v_taps, conv_bias, v_channels, is_value, HAS_BIAS)
+    column = ring_row + phase * CHANNELS
+    is_writer = is_key[None] & (keys[None] * 0 + head % GROUP == 0)
+    keep_input(column, q_channels[None], q_window, key_lags, is_writer)
+    keep_input(column, k_channels[None], k_window, key_lags, is_writer)
+    keep_input(column, v_channels[None], v_window, lags[:, None], is_value[None])
+    offsets, in_state = state_tile(keys, values, K, V)
+    tile = load_masked(state_row + offsets, in_state, MASKED)
+    z_vector = load_masked(z + row * z_stride + head * V + values, is_value, MASKED)
+    weight = load_masked(norm_weight + values, is_value, MASKED)
     kk, qq, kq = key_products(k, q)
     k_norm = tl.rsqrt(kk + L2_EPS)
     q_norm = tl.rsqrt(qq + L2_EPS) * scale
@@ -217,12 +222,6 @@ def _gdn_decode_replay_kernel(
     u = (v - k_norm * (decay * read_state(tile, k) + ring_by_k)) * beta * k_norm
     o = q_norm * (decay * read_state(tile, q) + ring_by_q + kq * u)
     store_masked(out_pointers, norm_and_gate(o, z_vector, weight, eps, V), is_value, MASKED)
-
-    column = ring_row + phase * CHANNELS
-    copy_channels(x_row, column, v_channels, is_value, MASKED)
-    if head % GROUP == 0:
-        copy_channels(x_row, column, q_channels, is_key, MASKED)
-        copy_channels(x_row, column, k_channels, is_key, MASKED)
     if flush:
         tile = fold_ring(tile, decay, g, count, k_row, u_row, g_row, keys, is_key, values, is_value, K, V)
         store_masked(state_row + offsets, tile + u[:, None, None] * k[None, :, :], in_state, MASKED)
