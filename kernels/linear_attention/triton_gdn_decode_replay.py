@@ -186,17 +186,14 @@ def _gdn_decode_replay_kernel(
     g, beta = gates(a + row * a_stride + head, b + row * b_stride + head, A_log, dt_bias, head)
     entries = tl.arange(0, WINDOW)
     is_entry = entries < count
-    old_k_offsets, in_old_k = state_tile(keys, entries, K, WINDOW)
-    # loaded four at a time, as the state's fp32 is: then both have one layout, and share k and q in it
-    old_k_offsets = tl.max_contiguous(tl.multiple_of(old_k_offsets, [1, 1, 4]), [1, 1, 4])
+    # layouts, not values: written so that Triton sees runs of four keys, it loads these rows as it does the
+    # state's fp32 ones, and both share k and q; seeing no run in u, it gives a thread one value of all entries
+    old_k_offsets, in_old_k = state_tile(keys // 4 * 4 + keys % 4, entries, K, WINDOW)
     old_k = tl.load(k_row + old_k_offsets, mask=in_old_k & is_entry[:, None, None], other=0.0)
-    old_u = tl.load(
-        u_row + entries[:, None] * V + values[None, :], mask=is_entry[:, None] & is_value[None, :], other=0.0
-    )
+    u_offsets = entries[None, :] * V + tl.where(is_value, values, 0)[:, None]
+    old_u = tl.load(u_row + u_offsets, mask=is_entry[None, :] & is_value[:, None], other=0.0)
     old_g = tl.load(g_row + entries, mask=is_entry, other=0.0)
-    # in row j the entries after j
-    is_later = (entries[None, :] > entries[:, None]) & is_entry[None, :]
-    later_g = tl.load(g_row + entries[None, :] + entries[:, None] * 0, mask=is_later, other=0.0)
+    next_g = tl.load(g_row + entries + 1, mask=entries + 1 < count, other=0.0)
 
     q = convolve(q_window, q_taps, conv_bias, q_channels, is_key, HAS_BIAS)
     k = convolve(k_window, k_taps, conv_bias, k_channels, is_key, HAS_BIAS)
@@ -215,10 +212,10 @@ def _gdn_decode_replay_kernel(
     q_norm = tl.rsqrt(qq + L2_EPS) * scale
     decay = tl.exp(g + tl.sum(old_g, 0))
     # sums of later entries' g: a difference of two running sums would lose small decays behind large ones
-    left = tl.exp(g + tl.sum(later_g, 1))
+    left = tl.exp(g + tl.cumsum(next_g, 0, reverse=True))
     old_k = old_k.to(tl.float32)
-    ring_by_k = tl.sum((left * read_state(old_k, k))[:, None] * old_u, 0)
-    ring_by_q = tl.sum((left * read_state(old_k, q))[:, None] * old_u, 0)
+    ring_by_k = tl.sum((left * read_state(old_k, k))[None, :] * old_u, 1)
+    ring_by_q = tl.sum((left * read_state(old_k, q))[None, :] * old_u, 1)
     u = (v - k_norm * (decay * read_state(tile, k) + ring_by_k)) * beta * k_norm
     o = q_norm * (decay * read_state(tile, q) + ring_by_q + kq * u)
     store_masked(out_pointers, norm_and_gate(o, z_vector, weight, eps, V), is_value, MASKED)
