@@ -215,8 +215,8 @@ def _gdn_decode_kernel(
     store_masked(out_pointers, norm_and_gate(o, z_vector, weight, eps, V), is_value, MASKED)
 
 
-def head_blocks(head_k_dim: int, head_v_dim: int) -> tuple[int, int, int, int]:
-    """(BLOCK_K, BLOCK_V, num_warps, registers of a thread) of a program that holds one head's state.
+def head_blocks(head_k_dim: int, head_v_dim: int) -> tuple[int, int, int]:
+    """(BLOCK_K, BLOCK_V, num_warps) of a program that holds one head's state.
 
     Raises:
         ValueError: a head's state is more than one program can hold.
@@ -224,10 +224,12 @@ def head_blocks(head_k_dim: int, head_v_dim: int) -> tuple[int, int, int, int]:
     block_k, block_v = (max(32, triton.next_power_of_2(dim)) for dim in (head_k_dim, head_v_dim))
     if block_k * block_v > MAX_TILE:
         raise ValueError(
-            f"head_k_dim={head_k_dim} and head_v_dim={head_v_dim}: the fused decode holds {MAX_TILE} elements "
-            f"of state, and these round up to {block_k} x {block_v}"
+            f"head_k_dim={head_k_dim} and head_v_dim={head_v_dim} round up to {block_k} x {block_v}: the fused "
+            f"decode holds a head's state in one program, at most {MAX_TILE} elements"
         )
-    return block_k, block_v, min(16, max(1, block_k * block_v // 2048)), 128
+    # 128 elements a thread: half as many took more barriers' time, and spilled as soon as two programs had
+    # to share a multiprocessor
+    return block_k, block_v, max(1, block_k * block_v // 4096)
 
 
 def gdn_decode_fused(
@@ -274,7 +276,7 @@ def gdn_decode_fused(
     assert state.shape[1:] == (num_v_heads, head_v_dim, head_k_dim) and state[0].is_contiguous()
     assert conv_state.shape[1:] == (conv_weight.shape[1], channels) and conv_state[0].is_contiguous()
     assert all(x.stride(1) == 1 for x in (qkv, z, a, b))
-    block_k, block_v, num_warps, registers = head_blocks(head_k_dim, head_v_dim)
+    block_k, block_v, num_warps = head_blocks(head_k_dim, head_v_dim)
     out = torch.empty(batch, num_v_heads * head_v_dim, dtype=qkv.dtype, device=qkv.device)
     if batch == 0:
         return out
@@ -313,6 +315,5 @@ def gdn_decode_fused(
         BLOCK_K=block_k,
         BLOCK_V=block_v,
         num_warps=num_warps,
-        maxnreg=registers,
     )
     return out

@@ -220,6 +220,8 @@ def _gdn_decode_replay_kernel(
     o = q_norm * (decay * read_state(tile, q) + ring_by_q + kq * u)
     store_masked(out_pointers, norm_and_gate(o, z_vector, weight, eps, V), is_value, MASKED)
     if flush:
+        # read again, one time in a window: held until here, it would take the registers of another program
+        tile = load_masked(state_row + offsets, in_state, MASKED)
         tile = fold_ring(tile, decay, g, count, k_row, u_row, g_row, keys, is_key, values, is_value, K, V)
         store_masked(state_row + offsets, tile + u[:, None, None] * k[None, :, :], in_state, MASKED)
     else:
@@ -312,7 +314,7 @@ def gdn_decode_replay(
     assert all(x.stride(1) == 1 for x in (qkv, z, a, b))
     _check_ring(ring, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
     assert ring.k.dtype == qkv.dtype
-    block_k, block_v, num_warps, registers = head_blocks(head_k_dim, head_v_dim)
+    block_k, block_v, num_warps = head_blocks(head_k_dim, head_v_dim)
     out = torch.empty(batch, num_v_heads * head_v_dim, dtype=qkv.dtype, device=qkv.device)
     if batch == 0:
         return out
@@ -360,7 +362,6 @@ def gdn_decode_replay(
         BLOCK_K=block_k,
         BLOCK_V=block_v,
         num_warps=num_warps,
-        maxnreg=registers,
     )
     return out
 
@@ -380,7 +381,7 @@ def flush_replay(
     rows = state_indices.shape[0]
     if rows == 0:
         return
-    block_k, block_v, num_warps, registers = head_blocks(k_dim, v_dim)
+    block_k, block_v, num_warps = head_blocks(k_dim, v_dim)
     _flush_kernel[(rows * num_v_heads,)](
         state,
         ring.k,
@@ -400,7 +401,6 @@ def flush_replay(
         BLOCK_K=block_k,
         BLOCK_V=block_v,
         num_warps=num_warps,
-        maxnreg=registers,
     )
 
 
