@@ -17,11 +17,11 @@ Ints = TypeVar("Ints", int, torch.Tensor)
 
 @dataclass(frozen=True)
 class ReplayRing:
-    """One layer's rings, rows as those of the states. Entry j of a row is its j-th token since S was written.
+    """One layer's rings, rows as the states' are. Entry j of a row is its j-th token since S was written.
 
-    k: model dtype [N, num_k_heads, window, head_k_dim], not normalised: a bf16 k is what the convolution gave,
-        so nothing is lost by keeping it so.
-    u: fp32 [N, num_v_heads, window, head_v_dim], the update divided by the norm of k: u outer k is what S gets.
+    k: model dtype [N, num_k_heads, window, head_k_dim], not normalised: it is then just what the convolution
+        gave, which is of the model's dtype, so nothing is lost.
+    u: fp32 [N, num_v_heads, window, head_v_dim], the update over the norm of k, so that S gets u outer k.
     g: fp32 [N, num_v_heads, window], the token's log decay.
     """
 
@@ -40,9 +40,9 @@ def replay_flushes(counts: Ints, positions: Ints, state_indices: Ints, window: i
     counts: valid entries before the step, < window: the tokens since S was written, whoever wrote it (prefill
         and `flush_replay` leave 0). positions: of the step's token. state_indices: row of the state.
     All int64 tensors of one shape, or all plain ints. A row flushes once in `window` steps, at positions that
-    its state index staggers, and earlier if it must: a ring that is full but for one flushes whatever the
-    rest, so a sequence may join, move to another unit or be copied at any time. After the step a row's count is
-    0 where this is true, and one more where it is not.
+    its state index staggers, and earlier where its ring would overflow: only the count must be right, so a
+    sequence may join, move to another unit or be copied (with its count) at any step. After the step a row's
+    count is 0 where this is true, and one more where it is not.
     """
     # the top bits of a multiplicative hash: units lie at multiples of large powers of two
     stagger = ((state_indices * 0x9E3779B1) % 2**32 * window) // 2**32

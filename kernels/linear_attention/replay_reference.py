@@ -32,7 +32,7 @@ class ReplayState:
         )
 
     def decays(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(total [Hv], per entry [n, Hv]): what is left now of S, and of each entry; exp of sums of later g."""
+        """What is left now of S, [Hv], and of each entry, [n, Hv]: exponentials of sums of later g."""
         later = self.g.flip(0).cumsum(0).flip(0)
         total = later[0] if later.shape[0] else self.g.new_zeros(self.g.shape[1])
         return total.exp(), (later - self.g).exp()

@@ -1,4 +1,4 @@
-"""Linear attention's recurrent form on a GPU, for every member of the family: one launch, one read of a state.
+"""Linear attention's recurrent form on a GPU, for the whole family: one launch, one read of each state.
 
 Knows nothing of convolutions or gates; Gated DeltaNet's fused form is `triton_gdn_decode`.
 """
@@ -49,7 +49,7 @@ def _decode_kernel(
     DELTA: tl.constexpr,
     L2NORM: tl.constexpr,
 ):
-    """One program: BLOCK_V rows of one value head's state of one sequence. DECAY: 0, 1 or K numbers a head."""
+    """One program: BLOCK_V rows of one value head's state of one row. DECAY: numbers a head, 0, 1 or K."""
     MASKED: tl.constexpr = BLOCK_K != K or V % BLOCK_V != 0
     V_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     program = tl.program_id(0)

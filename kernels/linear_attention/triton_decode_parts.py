@@ -1,8 +1,8 @@
 """What the decode kernels share: the tile a state is read in, loads, norms and gates.
 
 A state [V, K] is read as a tile [V, K / 32, 32]: Triton then lays eight lanes along 32 neighbouring keys (one
-128-byte line), four along V, and keeps the K / 32 pieces in one thread's registers, so that S k and S q are sums
-inside a thread and three shuffles. As a plain [V, K] tile, 32 lanes lie along K and each row costs five shuffles.
+128-byte line) and four along V, and keeps the K / 32 pieces in a thread's registers, so that S k and S q are
+sums inside a thread and three shuffles. As a plain [V, K] tile, 32 lanes lie along K; each row costs five.
 """
 
 import triton

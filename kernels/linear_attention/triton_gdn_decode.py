@@ -1,7 +1,7 @@
 """Gated DeltaNet's decode step in one launch: convolution, gates, recurrence and gated norm, states in place.
 
 One program owns one value head of one sequence: its whole state is in registers, so the norm over the head's
-output needs no second pass, and the value heads of one key head each convolve that head's q and k again (a few
+output needs no second pass, and the value heads of one key head each convolve that head's q and k again (some
 KB from the L2). Knows nothing of projections or of how tokens are batched.
 """
 
@@ -40,7 +40,7 @@ def conv_window(
 ):
     """The inputs and taps that one token's convolution meets, as fp32; lag, channels, mask: broadcastable.
 
-    The ring's column `phase` belongs to this token and is never read, so that whoever writes it races with none.
+    The ring's column `phase` belongs to this token and is never read, so its one writer races with nobody.
     """
     column = (phase + KERNEL - lag) % KERNEL
     new = tl.load(x_row + channels + lag * 0, mask=mask & (lag == 0), other=0.0)
@@ -66,7 +66,7 @@ def keep_input(column, channels, window, lag, mask):
 
 @triton.jit
 def gates(a, b, A_log, dt_bias, head):
-    """Log decay -exp(A_log) softplus(a + dt_bias) and write strength sigmoid(b) of one head; a, b: pointers."""
+    """-exp(A_log) softplus(a + dt_bias) and sigmoid(b) of one head, from pointers to its a and b."""
     x = tl.load(a).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
     g = -tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus(x)
     return g, sigmoid(tl.load(b).to(tl.float32))
@@ -142,7 +142,7 @@ def _gdn_decode_kernel(
         return
 
     state_row = state + index * state_stride + head * V * K
-    # all loads before the first use. what q, k and v are made of comes first: they are ready when the state is
+    # what q, k and v are made of is loaded first: they are ready by the time the state is
     keys, is_key = key_tile(K, BLOCK_K)
     q_channels = head // GROUP * K + keys
     k_channels = q_channels + HK * K
@@ -224,11 +224,11 @@ def head_blocks(head_k_dim: int, head_v_dim: int) -> tuple[int, int, int]:
     block_k, block_v = (max(32, triton.next_power_of_2(dim)) for dim in (head_k_dim, head_v_dim))
     if block_k * block_v > MAX_TILE:
         raise ValueError(
-            f"head_k_dim={head_k_dim} and head_v_dim={head_v_dim} round up to {block_k} x {block_v}: the fused "
-            f"decode holds a head's state in one program, at most {MAX_TILE} elements"
+            f"head_k_dim={head_k_dim} and head_v_dim={head_v_dim} round up to {block_k} x {block_v}; "
+            f"the fused decode holds a head's state of {MAX_TILE} elements at most"
         )
-    # 128 elements a thread: half as many took more barriers' time, and spilled as soon as two programs had
-    # to share a multiprocessor
+    # 128 elements a thread, so two programs of 4 warps on a multiprocessor: with 8 warps a program, two fit
+    # only with 128 registers a thread, and what spills waits behind the state's loads
     return block_k, block_v, max(1, block_k * block_v // 4096)
 
 
@@ -257,16 +257,16 @@ def gdn_decode_fused(
 
     With C = 2 Hk K + Hv V channels:
     qkv: [B, C], q|k|v as projected. z: [B, Hv V]. a, b: [B, Hv]. All may be views of one projection's output.
-    conv_weight: [C, kernel], its last column meets the current token; fastest as the transposed view of one that
-        lies as [kernel, C]. conv_bias: [C] or None.
+    conv_weight: [C, kernel], its last column meets the current token; fast only as the transposed view of one
+        that lies as [kernel, C]. conv_bias: [C] or None.
     A_log, dt_bias: [Hv]. norm_weight: [V], plain. eps: of the norm; q and k are normalised with 1e-6.
-    conv_state: [N, kernel, C], dtype of qkv, the input of position p in column p % kernel; takes this token's.
+    conv_state: [N, kernel, C], dtype of qkv, input of position p in column p % kernel; takes this token's.
     state: [N, Hv, V, K], fp32 or bf16, arithmetic in fp32. state_indices: int64 [B], distinct rows of both,
         changed in place. A row whose index is negative touches neither, and its output is zero.
     positions: int64 [B], position of each token in its sequence.
     Returns norm(o) * silu(z), [B, Hv V] in the dtype of qkv, as
         q, k, v = silu(conv(qkv)), rounded to the dtype of qkv;  q, k normalised over K;  q scaled by K^-0.5
-        g = -exp(A_log) softplus(a + dt_bias);  beta = sigmoid(b);  the recurrence of `linear_attention_reference`.
+        g = -exp(A_log) softplus(a + dt_bias);  beta = sigmoid(b);  o as in `linear_attention_reference`
     (Yang et al. 2024, arXiv 2412.06464.) Can be captured in a CUDA graph.
     """
     batch = qkv.shape[0]

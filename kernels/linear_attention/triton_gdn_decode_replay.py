@@ -1,9 +1,8 @@
 """Gated DeltaNet's decode step from S + ring: as `triton_gdn_decode`, but S is written once in many steps.
 
-With G the sum of the log decays since S was written, the step's own g included, and G_j that of entries up to j,
-    S k = exp(G) S k + sum_j exp(G - G_j) u_j (k_j . k)        and the same for q,
-so a step reads S, the ring's entries, and writes one entry. The README derives it. Knows nothing of when to
-flush: that is `replay.replay_flushes`.
+With G the sum of the log decays since S was written, the step's own included, and G_j that of entries up to j,
+the state's value times k is exp(G) S k + sum_j exp(G - G_j) u_j (k_j . k), and so for q: a step reads S and the
+entries, and writes one entry. The README derives it. Knows nothing of when to flush (`replay_flushes`).
 """
 
 import torch
@@ -135,7 +134,7 @@ def _gdn_decode_replay_kernel(
     k_row = ring_k + index * ring_k_stride + head // GROUP * WINDOW * K
     u_row = ring_u + index * ring_u_stride + head * WINDOW * V
     g_row = ring_g + index * ring_g_stride + head * WINDOW
-    # all loads before the first use. what q, k and v are made of comes first: they are ready when the state is
+    # what q, k, v and the ring's part are made of is loaded first: they are ready by the time the state is
     keys, is_key = key_tile(K, BLOCK_K)
     q_channels = head // GROUP * K + keys
     k_channels = q_channels + HK * K
@@ -186,8 +185,8 @@ def _gdn_decode_replay_kernel(
     g, beta = gates(a + row * a_stride + head, b + row * b_stride + head, A_log, dt_bias, head)
     entries = tl.arange(0, WINDOW)
     is_entry = entries < count
-    # layouts, not values: written so that Triton sees runs of four keys, it loads these rows as it does the
-    # state's fp32 ones, and both share k and q; seeing no run in u, it gives a thread one value of all entries
+    # a matter of layouts, not of values. seeing only runs of four keys, Triton loads these rows as it does
+    # the state's fp32 ones, and both share k and q; seeing no runs in u, it gives a thread one value of each
     old_k_offsets, in_old_k = state_tile(keys // 4 * 4 + keys % 4, entries, K, WINDOW)
     old_k = tl.load(k_row + old_k_offsets, mask=in_old_k & is_entry[:, None, None], other=0.0)
     u_offsets = entries[None, :] * V + tl.where(is_value, values, 0)[:, None]
@@ -220,7 +219,7 @@ def _gdn_decode_replay_kernel(
     o = q_norm * (decay * read_state(tile, q) + ring_by_q + kq * u)
     store_masked(out_pointers, norm_and_gate(o, z_vector, weight, eps, V), is_value, MASKED)
     if flush:
-        # read again, one time in a window: held until here, it would take the registers of another program
+        # read again, from the L2 and once in a window: nothing is held until here for it
         tile = load_masked(state_row + offsets, in_state, MASKED)
         tile = fold_ring(tile, decay, g, count, k_row, u_row, g_row, keys, is_key, values, is_value, K, V)
         store_masked(state_row + offsets, tile + u[:, None, None] * k[None, :, :], in_state, MASKED)
@@ -299,10 +298,10 @@ def gdn_decode_replay(
 ) -> torch.Tensor:
     """`gdn_decode_fused` from S + ring; arguments as there, and
 
-    ring: its k in the dtype of qkv; rows `state_indices`, as of the states. Entries from `counts` on are not read.
-    counts: int64 [B], valid entries before this step, < window. flushes: bool [B], see `replay_flushes`: where
-        true, S takes the ring and this token and no entry is written; else S is only read, entry `counts` is
-        written. The caller's next count is 0 or counts + 1.
+    ring: its k in the dtype of qkv; its rows are `state_indices`, too. Entries from `counts` on are not read.
+    counts: int64 [B], valid entries before this step, < window. flushes: bool [B] (`replay_flushes`): where
+        true, S takes the ring and this token and no entry is written; else S is only read and entry `counts`
+        is written. The caller's next count is 0 or counts + 1.
     A row whose index is negative touches nothing, and its output is zero. Can be captured in a CUDA graph.
     """
     batch = qkv.shape[0]
@@ -371,8 +370,8 @@ def flush_replay(
 ) -> None:
     """Fold the rings of R rows into their states, for whoever needs S itself (prefill, a snapshot kept bare).
 
-    state: [N, Hv, V, K]. state_indices: int64 [R], distinct; negative ones are left out. counts: int64 [R], valid
-    entries; where 0 nothing is read or written. The caller's counts are 0 afterwards.
+    state: [N, Hv, V, K]. state_indices: int64 [R], distinct; negative ones are left out. counts: int64 [R],
+    valid entries; where 0 nothing is read or written. The caller's counts are 0 afterwards.
     """
     num_v_heads, v_dim, k_dim = state.shape[1:]
     num_k_heads = ring.k.shape[1]

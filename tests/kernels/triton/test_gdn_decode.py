@@ -1,4 +1,4 @@
-"""Gated DeltaNet's decode in Triton, one launch, and from the replay ring: outputs and all states against fp64."""
+"""Gated DeltaNet's decode in Triton, fused and from the replay ring: outputs and states against fp64."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -294,7 +294,7 @@ def test_a_head_too_large_for_one_program_is_refused(device):
 
 
 def check_replay(shape: Shape, device: torch.device, steps: int, decay: float | None = None) -> None:
-    """Three rows and one of padding. Row 1 joins late, row 2's unit is moved, row 0's ring is flushed by hand."""
+    """Three rows and padding: row 1 joins late, row 2's unit is moved, row 0's ring is flushed by hand."""
     weights = Weights.make(shape, device)
     units = Units(shape, device, 5)
     index = torch.tensor([3, 1, 0], device=device) * units.step
@@ -336,14 +336,14 @@ def check_replay(shape: Shape, device: torch.device, steps: int, decay: float | 
     assert_as_good_as_plain(units.state[index], plain_state, exact_state)
 
 
-@pytest.mark.parametrize("shape", [Shape(), Shape(1, 2, dtype=HALF), Shape(1, 2, 48, 40)])
+@pytest.mark.parametrize("shape", [Shape(1, 2), Shape(1, 2, dtype=HALF), Shape(1, 2, 48, 40)])
 def test_replay(device, shape):
     check_replay(shape, device, 24)
 
 
 @pytest.mark.parametrize("decay", [-1e4, -8.0])
 def test_replay_keeps_weak_decays_behind_strong_ones(device, decay):
-    check_replay(Shape(1, 2), device, 20, decay)
+    check_replay(Shape(1, 1), device, 20, decay)
 
 
 @pytest.mark.parametrize("shape", FULL)

@@ -30,7 +30,7 @@ def make_inputs(
     )
 
 
-def references(inputs: Tensors, states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def references(inputs: Tensors, states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Outputs and final states of every row by the recurrence in `dtype`."""
     rows = [
         linear_attention_reference(
@@ -70,7 +70,8 @@ def test_families(device, device_rows: Callable, heads, dims, decay, beta):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_inputs(device, device_rows, dtype):
-    check(make_inputs(device, 2, dtype=dtype), device_rows((4, 32, 32), 3), torch.randn(2, 4, 32, 32, device=device))
+    initial = torch.randn(2, 4, 32, 32, device=device)
+    check(make_inputs(device, 2, dtype=dtype), device_rows((4, 32, 32), 3), initial)
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0])
