@@ -22,7 +22,7 @@ TILE = 8192
 NUM_WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["state_indices"])
 def _decode_kernel(
     q,
     k,

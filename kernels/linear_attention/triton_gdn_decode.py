@@ -91,7 +91,7 @@ def norm_and_gate(o, z, weight, eps, V: tl.constexpr):
     return o * tl.rsqrt(tl.sum(o * o, 0) / V + eps) * weight * (z * sigmoid(z))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["a", "b", "state_indices", "positions"])
 def _gdn_decode_kernel(
     qkv,
     z,

@@ -1,8 +1,8 @@
 """Gated DeltaNet's decode step from S + ring: as `triton_gdn_decode`, but S is written once in many steps.
 
-With G the sum of the log decays since S was written, the step's own included, and G_j that of entries up to j,
-the state's value times k is exp(G) S k + sum_j exp(G - G_j) u_j (k_j . k), and so for q: a step reads S and the
-entries, and writes one entry. The README derives it. Knows nothing of when to flush (`replay_flushes`).
+With G the sum of the log decays since S was written, the step's own included, and G_j that of entries up to
+j, the state's value times k is exp(G) S k + sum_j exp(G - G_j) u_j (k_j . k), and so for q: a step reads S
+and the entries, and writes one entry (README). Knows nothing of when to flush: `replay_flushes`.
 """
 
 import torch
@@ -69,7 +69,9 @@ def fold_ring(
     return tile
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["a", "b", "state_indices", "positions", "counts", "flushes"],
+)
 def _gdn_decode_replay_kernel(
     qkv,
     z,
@@ -230,7 +232,7 @@ def _gdn_decode_replay_kernel(
             store_masked(k_row + count * K + keys, k, is_key, MASKED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["state_indices", "counts"])
 def _flush_kernel(
     state,
     ring_k,
@@ -268,7 +270,8 @@ def _flush_kernel(
     offsets, in_state = state_tile(keys, values, K, V)
     tile = load_masked(state_row + offsets, in_state, MASKED)
     decay = tl.exp(tl.sum(tl.load(g_row + entries, mask=entries < count, other=0.0), 0))
-    tile = fold_ring(tile, decay, 0.0, count, k_row, u_row, g_row, keys, is_key, values, is_value, K, V)
+    none = tl.full((), 0.0, tl.float32)
+    tile = fold_ring(tile, decay, none, count, k_row, u_row, g_row, keys, is_key, values, is_value, K, V)
     store_masked(state_row + offsets, tile, in_state, MASKED)
 
 
