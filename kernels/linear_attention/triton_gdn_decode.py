@@ -11,6 +11,7 @@ import triton.language as tl
 
 from hybridserve.kernels.linear_attention.triton_decode_parts import (
     L2_EPS,
+    exp_exact,
     key_tile,
     load_masked,
     read_state,
@@ -68,7 +69,7 @@ def keep_input(column, channels, window, lag, mask):
 def gates(a, b, A_log, dt_bias, head):
     """-exp(A_log) softplus(a + dt_bias) and sigmoid(b) of one head, from pointers to its a and b."""
     x = tl.load(a).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
-    g = -tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus(x)
+    g = -exp_exact(tl.load(A_log + head).to(tl.float32)) * softplus(x)
     return g, sigmoid(tl.load(b).to(tl.float32))
 
 
@@ -208,7 +209,7 @@ def _gdn_decode_kernel(
     kk, qq, kq = key_products(k, q)
     k_norm = tl.rsqrt(kk + L2_EPS)
     q_norm = tl.rsqrt(qq + L2_EPS) * scale
-    decay = tl.exp(g)
+    decay = exp_exact(g)
     u = (v - decay * k_norm * read_state(tile, k)) * beta * k_norm
     o = q_norm * (decay * read_state(tile, q) + kq * u)
     store_masked(state_row + offsets, tile * decay + u[:, None, None] * k[None, :, :], in_state, MASKED)

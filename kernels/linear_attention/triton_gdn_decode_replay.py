@@ -12,6 +12,7 @@ import triton.language as tl
 from hybridserve.kernels.linear_attention.replay import ReplayRing
 from hybridserve.kernels.linear_attention.triton_decode_parts import (
     L2_EPS,
+    exp_exact,
     key_tile,
     load_masked,
     read_state,
@@ -63,8 +64,8 @@ def fold_ring(
         j = count - 1 - i
         k0, u0, g0 = ring_entry(k_row, u_row, g_row, j, keys, is_key, values, is_value, K, V)
         k1, u1, g1 = ring_entry(k_row, u_row, g_row, j - 1, keys, is_key, values, is_value, K, V)
-        tile += (u0 * tl.exp(left))[:, None, None] * k0[None, :, :]
-        tile += (u1 * tl.exp(left + g0))[:, None, None] * k1[None, :, :]
+        tile += (u0 * exp_exact(left))[:, None, None] * k0[None, :, :]
+        tile += (u1 * exp_exact(left + g0))[:, None, None] * k1[None, :, :]
         left += g0 + g1
     return tile
 
@@ -211,9 +212,9 @@ def _gdn_decode_replay_kernel(
     kk, qq, kq = key_products(k, q)
     k_norm = tl.rsqrt(kk + L2_EPS)
     q_norm = tl.rsqrt(qq + L2_EPS) * scale
-    decay = tl.exp(g + tl.sum(old_g, 0))
+    decay = exp_exact(g + tl.sum(old_g, 0))
     # sums of later entries' g: a difference of two running sums would lose small decays behind large ones
-    left = tl.exp(g + tl.cumsum(next_g, 0, reverse=True))
+    left = exp_exact(g + tl.cumsum(next_g, 0, reverse=True))
     old_k = old_k.to(tl.float32)
     ring_by_k = tl.sum((left * read_state(old_k, k))[None, :] * old_u, 1)
     ring_by_q = tl.sum((left * read_state(old_k, q))[None, :] * old_u, 1)
@@ -269,7 +270,7 @@ def _flush_kernel(
     entries = tl.arange(0, WINDOW)
     offsets, in_state = state_tile(keys, values, K, V)
     tile = load_masked(state_row + offsets, in_state, MASKED)
-    decay = tl.exp(tl.sum(tl.load(g_row + entries, mask=entries < count, other=0.0), 0))
+    decay = exp_exact(tl.sum(tl.load(g_row + entries, mask=entries < count, other=0.0), 0))
     none = tl.full((), 0.0, tl.float32)
     tile = fold_ring(tile, decay, none, count, k_row, u_row, g_row, keys, is_key, values, is_value, K, V)
     store_masked(state_row + offsets, tile, in_state, MASKED)
