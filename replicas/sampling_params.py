@@ -7,6 +7,7 @@ engine checks token ids against the model). Field names are vLLM's.
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 MAX_N = 128
 MAX_STOP_STRINGS = 64
@@ -97,6 +98,12 @@ class SamplingParams:
         bias = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(bias, Mapping):
             raise ValueError(f"logit_bias must be a mapping of token ids to numbers, got {bias!r}")
+        for name, value in vars(self).copy().items():
+            # numbers of other libraries, such as numpy's, become Python's own
+            if isinstance(value, Integral) and not isinstance(value, bool):
+                object.__setattr__(self, name, int(value))
+            elif isinstance(value, Real) and not isinstance(value, bool | float):
+                object.__setattr__(self, name, float(value))
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(ids))
         object.__setattr__(self, "logit_bias", dict(bias))

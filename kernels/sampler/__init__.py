@@ -1,32 +1,17 @@
 """From logits to tokens: penalties, filters, the draw, logprobs, and the random numbers.
 
-These run where their tensors are. What a GPU can do in fewer passes (a finite flag beside the tokens, seeds
-hashed on the device, edits of a whole batch) is in triton_greedy, triton_sample and triton_penalties.
+These run where their tensors are; `sample` in plain PyTorch on a GPU too. What a GPU can do in fewer passes
+(a finite flag beside the tokens, the draw, edits of a whole batch) is in triton_greedy, triton_sample and
+triton_penalties.
 """
 
 import torch
 
 from hybridserve.kernels.sampler import cpu
-from hybridserve.kernels.sampler.cpu import penalize
-from hybridserve.kernels.sampler.random import uniform_from_seed
+from hybridserve.kernels.sampler.cpu import penalize, sample
+from hybridserve.kernels.sampler.random import draw_key
 
-__all__ = ["penalize", "rows_finite", "sample", "token_logprobs", "uniform_from_seed"]
-
-
-def sample(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    uniform: torch.Tensor,
-) -> torch.Tensor:
-    """int64 [B], one token a row of logits [B, V]: see `cpu.sample`, and `triton_sample.sample` on a GPU."""
-    if logits.is_cuda:
-        from hybridserve.kernels.sampler import triton_sample
-
-        return triton_sample.sample(logits, temperature, top_k, top_p, min_p, uniform)[0]
-    return cpu.sample(logits, temperature, top_k, top_p, min_p, uniform)
+__all__ = ["draw_key", "penalize", "rows_finite", "sample", "token_logprobs"]
 
 
 def token_logprobs(

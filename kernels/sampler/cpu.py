@@ -1,16 +1,20 @@
 """The sampler on the CPU: penalties, temperature, top-k, top-p, min-p, the draw, and logprobs.
 
-A row's result is a function of that row alone. Knows nothing of requests; random numbers are handed in.
+A row's result is a function of that row alone. Knows nothing of requests; keys of the noise are handed in.
 """
 
 from collections.abc import Sequence
 
 import torch
 
+from hybridserve.kernels.sampler.random import FIRST, GOLDEN, LARGEST, SECOND
+
 # likeliest tokens looked at before a row's whole vocabulary is sorted
 CANDIDATES = 256
 # columns summed together: a row's sum then has one order whatever the number of rows or threads
 BLOCK = 512
+# scores of whole rows made at once: bounds the memory that a large vocabulary takes
+SCORES_AT_ONCE = 1 << 22
 
 
 def sample(
@@ -19,15 +23,16 @@ def sample(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
-    uniform: torch.Tensor,
+    keys: torch.Tensor,
 ) -> torch.Tensor:
     """One token a row.
 
     logits: fp32 [B, V]. temperature, top_p, min_p: floating [B]; top_k: integer [B]. Temperature 0 is greedy
         (the lowest id of the largest logit); top_k <= 0, top_p >= 1 and min_p <= 0 are off.
-    uniform: fp64 [B] in [0, 1), the point of the cumulative distribution that is drawn.
+    keys: int64 [B], of `draw_key`.
     Returns int64 [B]. Filters apply in the order temperature, top_k, top_p, min_p; equal logits rank by
-    rising id. The draw walks the tokens by rank, or by id where no filter is on.
+    rising id. Drawn is the largest of logit / temperature plus the token's own Gumbel noise: unlike a walk
+    along a cumulative sum, the noise of rounding in a logit then moves no token but that one.
     """
     tokens = logits.argmax(-1)
     random = temperature > 0
@@ -37,7 +42,7 @@ def sample(
     for rows, draw in ((random & ~filtered, _draw_unfiltered), (filtered, _draw_filtered)):
         index = rows.nonzero().squeeze(1)
         if index.numel():
-            options = (x.index_select(0, index) for x in (temperature, top_k, top_p, min_p, uniform))
+            options = (x.index_select(0, index) for x in (temperature, top_k, top_p, min_p, keys))
             tokens[index] = draw(logits.index_select(0, index), *options)
     return tokens
 
@@ -110,26 +115,44 @@ def _ranked(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
     return values, ids
 
 
-def _below(total: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """uniform * total, strictly below total, fp64 [R]: rounding must not step past the last token."""
-    return torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-
-
-def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """int64 [R]: first column of cumulative [R, n] above target [R]; in range even where a row is NaN."""
-    index = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
-    return index.clamp_(max=cumulative.shape[1] - 1)
-
-
-def _block_weights(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """exp((logit - max) / temperature), fp32 [R, blocks, BLOCK], and its sums, fp64 [R, blocks]."""
+def _total_weight(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """fp64 [R], the sum of exp((logit - max) / temperature) over each row of logits [R, V]."""
     num_rows, vocab = logits.shape
     peak = logits.amax(-1, keepdim=True)
     weights = torch.zeros(num_rows, -(-vocab // BLOCK) * BLOCK, device=logits.device)
     torch.sub(logits, peak, out=weights[:, :vocab])
     weights[:, :vocab].div_(temperature.float().unsqueeze(1)).exp_()
-    weights = weights.view(num_rows, -1, BLOCK)
-    return weights, weights.sum(-1, dtype=torch.float64)
+    return weights.view(num_rows, -1, BLOCK).sum(-1, dtype=torch.float64).sum(-1)
+
+
+def _scores(
+    logits: torch.Tensor, top: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """(logit - top) / temperature + Gumbel noise, fp32 [R, n].
+
+    logits: fp32 [R, n], of the tokens `ids`, [n] or [R, n]. top: [R, 1], the rows' largest logits. The noise
+    is `gumbel_noise`'s.
+    """
+    bits = _mix(keys.unsqueeze(1) + (ids + 1) * _signed(GOLDEN))
+    uniform = _shifted(bits, 11).double().add_(0.5).mul_(2.0**-53).float().clamp_(max=LARGEST)
+    noise = torch.log1p(uniform.neg_()).neg_().log_()
+    return (logits - top).div_(temperature.float().unsqueeze(1)).sub_(noise)
+
+
+def _mix(z: torch.Tensor) -> torch.Tensor:
+    """The finaliser of SplitMix64 on int64, whose products wrap."""
+    z = (z ^ _shifted(z, 30)) * _signed(FIRST)
+    z = (z ^ _shifted(z, 27)) * _signed(SECOND)
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: torch.Tensor, count: int) -> torch.Tensor:
+    """z >> count of int64 taken as unsigned."""
+    return (z >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
 
 
 def _draw_unfiltered(
@@ -138,18 +161,20 @@ def _draw_unfiltered(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
-    uniform: torch.Tensor,
+    keys: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw from whole rows: first a block of ids, then an id in it. The filters are known to be off."""
-    weights, sums = _block_weights(logits, temperature)
-    cumulative = sums.cumsum(-1)
-    target = _below(cumulative[:, -1], uniform)
-    block = _first_above(cumulative, target)
-    before = (cumulative - sums).gather(1, block.unsqueeze(1)).squeeze(1)
-    inside = weights[torch.arange(len(block), device=block.device), block].double().cumsum(-1)
-    total = inside[:, -1]
-    target = torch.minimum((target - before).clamp_(min=0), torch.nextafter(total, torch.zeros_like(total)))
-    return block * BLOCK + _first_above(inside, target)
+    """Draw from whole rows; the filters are known to be off."""
+    num_rows, vocab = logits.shape
+    ids = torch.arange(vocab, device=logits.device)
+    top = logits.amax(-1, keepdim=True)
+    step = max(1, SCORES_AT_ONCE // vocab)
+    drawn = [
+        _scores(
+            logits[i : i + step], top[i : i + step], temperature[i : i + step], keys[i : i + step], ids
+        ).argmax(-1)
+        for i in range(0, num_rows, step)
+    ]
+    return torch.cat(drawn)
 
 
 def _draw_filtered(
@@ -158,7 +183,7 @@ def _draw_filtered(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
-    uniform: torch.Tensor,
+    keys: torch.Tensor,
 ) -> torch.Tensor:
     """Draw from the candidates of each row; rows they do not settle are sorted whole."""
     vocab = logits.shape[1]
@@ -167,36 +192,37 @@ def _draw_filtered(
     count = min(CANDIDATES, vocab, int(torch.where(bounded, top_k, vocab).max()))
     total = torch.zeros(logits.shape[0], dtype=torch.float64, device=logits.device)
     if bool(((~bounded | (top_k > count)) & (top_p < 1)).any()):
-        total = _block_weights(logits, temperature)[1].sum(-1)
-    options = (temperature.double(), top_k, top_p.double(), min_p.double(), uniform, total)
+        total = _total_weight(logits, temperature)
+    options = (temperature, top_k, top_p.double(), min_p.double(), keys, total)
     values, ids = _ranked(logits, count)
-    position, settled = _draw_ranked(values, vocab, *options)
+    position, settled = _draw_ranked(values, ids, vocab, *options)
     tokens = ids.gather(1, position.unsqueeze(1)).squeeze(1)
     rest = (~settled).nonzero().squeeze(1)
     if rest.numel():
         values, ids = logits.index_select(0, rest).sort(dim=-1, descending=True, stable=True)
-        position, _ = _draw_ranked(values, vocab, *(x.index_select(0, rest) for x in options))
+        position, _ = _draw_ranked(values, ids, vocab, *(x.index_select(0, rest) for x in options))
         tokens[rest] = ids.gather(1, position.unsqueeze(1)).squeeze(1)
     return tokens
 
 
 def _draw_ranked(
     values: torch.Tensor,
+    ids: torch.Tensor,
     vocab: int,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
-    uniform: torch.Tensor,
+    keys: torch.Tensor,
     total: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rank drawn among the n largest logits of a row, values fp32 [R, n], and whether n settle it.
+    """Rank drawn among the n largest logits of a row, values fp32 and ids [R, n], and whether n settle it.
 
     Every filter keeps a prefix of the ranking, so that the shortest prefix decides. total: fp64 [R], the sum
     of exp((logit - max) / temperature) over the whole row.
     """
     count = values.shape[1]
-    weights = ((values - values[:, :1]).double() / temperature.unsqueeze(1)).exp_()
+    weights = ((values - values[:, :1]).double() / temperature.double().unsqueeze(1)).exp_()
     cumulative = weights.cumsum(-1)
     limit = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
     within = limit.clamp(max=count)
@@ -207,5 +233,6 @@ def _draw_ranked(
     kept = torch.minimum(keep.sum(-1), within).clamp_(min=1)
     # a top_k beyond the n largest leaves even the sum that top_p refers to unknown
     settled = (limit <= count) | ((limit == vocab) & (kept < count))
-    target = _below(cumulative.gather(1, (kept - 1).unsqueeze(1)).squeeze(1), uniform)
-    return torch.minimum(_first_above(cumulative, target), kept - 1), settled
+    scores = _scores(values, values[:, :1], temperature, keys, ids)
+    beyond = torch.arange(count, device=values.device) >= kept.unsqueeze(1)
+    return scores.masked_fill_(beyond, -torch.inf).argmax(-1), settled

@@ -11,6 +11,7 @@ Pure arithmetic over the layer specs of one shard (head counts already the shard
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from hybridserve.replicas.models.specs import FullAttentionSpec, LinearAttentionSpec, MixerSpec
 
@@ -26,13 +27,16 @@ class StateOffsets:
     """Byte offsets inside a unit of one linear layer's parts, each a multiple of STATE_ALIGN.
 
     recurrent: fp32 [num_v_heads, head_v_dim, head_k_dim]; conv: model dtype [kernel, conv_dim];
-    replay: the last `replay_window` inputs of the recurrence, fp32 k [window, num_k_heads, head_k_dim],
-    then u [window, num_v_heads, head_v_dim], then g [window, num_v_heads]; equal to `end` without a window.
+    replay_k, replay_u, replay_g: the last inputs of the recurrence, head by head (`ReplayRing`), model dtype
+    [num_k_heads, window, head_k_dim], fp32 [num_v_heads, window, head_v_dim] and fp32 [num_v_heads, window];
+    all equal to `end` without a window.
     """
 
     recurrent: int
     conv: int
-    replay: int
+    replay_k: int
+    replay_u: int
+    replay_g: int
     end: int
 
 
@@ -43,6 +47,8 @@ class UnitLayout:
     layers: tuple[StateOffsets, ...]
     nbytes: int
     """Bytes used, before rounding to the arena's grain; 0 without linear layers."""
+    replay_window: int
+    """Inputs of the recurrence that the replay rings have room for; 0 for no rings."""
 
 
 @dataclass(frozen=True)
@@ -138,13 +144,17 @@ def _plan_unit(layers: Sequence[LinearAttentionSpec], dtype_bytes: int, replay_w
     for spec in layers:
         conv_dim = 2 * spec.total_key_dim + spec.total_value_dim
         recurrent = spec.total_num_v_heads * spec.head_v_dim * spec.head_k_dim * STATE_BYTES
-        replay_row = spec.total_key_dim + spec.total_value_dim + spec.total_num_v_heads
-        conv = _round_up(at + recurrent, STATE_ALIGN)
-        replay = _round_up(conv + spec.conv_kernel * conv_dim * dtype_bytes, STATE_ALIGN)
-        end = _round_up(replay + replay_window * replay_row * STATE_BYTES, STATE_ALIGN)
-        offsets.append(StateOffsets(at, conv, replay, end))
-        at = end
-    return UnitLayout(tuple(offsets), at)
+        sizes = (
+            recurrent,
+            spec.conv_kernel * conv_dim * dtype_bytes,
+            replay_window * spec.total_key_dim * dtype_bytes,
+            replay_window * spec.total_value_dim * STATE_BYTES,
+            replay_window * spec.total_num_v_heads * STATE_BYTES,
+        )
+        starts = list(accumulate((_round_up(size, STATE_ALIGN) for size in sizes), initial=at))
+        offsets.append(StateOffsets(*starts))
+        at = starts[-1]
+    return UnitLayout(tuple(offsets), at, replay_window)
 
 
 def _plan_page(layers: Sequence[FullAttentionSpec], dtype_bytes: int, page_size: int) -> PageLayout:

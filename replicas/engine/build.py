@@ -116,10 +116,12 @@ def default_cache_bytes(device: torch.device, gpu_memory_utilization: float) -> 
 
 
 def _log_capacity(config: EngineConfig, capacity: Capacity, description: str) -> None:
-    logger.info(description)
-    if capacity.max_num_seqs < config.max_num_seqs:
-        logger.warning(
-            "max_num_seqs is clamped from %d to the %d the arena holds",
-            config.max_num_seqs,
-            capacity.max_num_seqs,
-        )
+    if capacity.max_num_seqs == config.max_num_seqs:
+        logger.info(description)
+        return
+    logger.warning(
+        "max_num_seqs is clamped from %d to the %d the arena holds: %s",
+        config.max_num_seqs,
+        capacity.max_num_seqs,
+        description,
+    )

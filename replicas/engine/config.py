@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,10 @@ class EngineConfig:
     """Keys to replace in `config.json`."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "hf_overrides", dict(self.hf_overrides or {}))
+        overrides = {} if self.hf_overrides is None else self.hf_overrides
+        if not isinstance(overrides, Mapping):
+            raise ValueError(f"hf_overrides must be a mapping of config.json's keys, got {overrides!r}")
+        object.__setattr__(self, "hf_overrides", dict(overrides))
         for name, allowed in (("dtype", DTYPES), ("device", DEVICES), ("load_format", LOAD_FORMATS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
@@ -50,8 +54,13 @@ class EngineConfig:
                 self._check_positive(name)
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.num_threads is not None and self.num_threads > MAX_THREADS:
+            raise ValueError(f"num_threads must be at most {MAX_THREADS}, got {self.num_threads}")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+            raise ValueError(f"gpu_memory_utilization must be a number in (0, 1], got {share!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"seed must be an integer, got {self.seed!r}")
 
     def _check_positive(self, name: str) -> None:
         value = getattr(self, name)

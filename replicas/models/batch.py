@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hybridserve.kernels.linear_attention.replay import ReplayRing
+
 
 @dataclass(frozen=True)
 class StepBatch:
@@ -63,10 +65,12 @@ class StateCache:
     recurrent: fp32 [N, num_v_heads, head_v_dim, head_k_dim] (S[v, k]).
     conv: model dtype [N, kernel, conv_dim], a ring of the last `kernel` inputs of the convolution, position p
         in column p % kernel; after any step of a sequence all columns are defined, zero before position 0.
+    replay: rings of inputs that `recurrent` lacks yet, in an arena with room for them; the value is both.
     """
 
     recurrent: torch.Tensor
     conv: torch.Tensor
+    replay: ReplayRing | None = None
 
 
 LayerCache = KVCache | StateCache

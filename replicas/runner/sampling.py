@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hybridserve.kernels.sampler import penalize, rows_finite, sample, token_logprobs, uniform_from_seed
+from hybridserve.kernels.sampler import draw_key, penalize, rows_finite, sample, token_logprobs
 from hybridserve.replicas.engine.plan import Sampled, SampleSpec, TokenLogprobs
 from hybridserve.replicas.sampling_params import SamplingParams
 
@@ -29,7 +29,7 @@ class Sampler:
             tokens = logits.argmax(-1)
         else:
             tokens = sample(
-                logits, *self._filters([s.params for s in specs], logits.shape[1]), self._uniform(specs)
+                logits, *self._filters([s.params for s in specs], logits.shape[1]), self._keys(specs)
             )
         ids = tokens.tolist()
         logprobs = self._logprobs(raw, ids, specs) if wants_logprobs else [None] * len(specs)
@@ -64,9 +64,8 @@ class Sampler:
             torch.tensor([p.min_p for p in params], dtype=torch.float32, device=self._device),
         )
 
-    def _uniform(self, specs: Sequence[SampleSpec]) -> torch.Tensor:
-        numbers = [uniform_from_seed(s.seed, s.position) for s in specs]
-        return torch.tensor(numbers, dtype=torch.float64, device=self._device)
+    def _keys(self, specs: Sequence[SampleSpec]) -> torch.Tensor:
+        return torch.tensor([draw_key(s.seed, s.position) for s in specs], device=self._device)
 
     def _logprobs(
         self, raw: torch.Tensor, ids: Sequence[int], specs: Sequence[SampleSpec]

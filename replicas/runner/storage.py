@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from hybridserve.kernels.copies import copy_rows, gather_rows, scatter_rows
+from hybridserve.kernels.linear_attention.replay import ReplayRing
 from hybridserve.replicas.arena.arena import Copies
-from hybridserve.replicas.arena.layout import STATE_ALIGN, STATE_BYTES, ArenaLayout
+from hybridserve.replicas.arena.layout import STATE_ALIGN, STATE_BYTES, ArenaLayout, StateOffsets
 from hybridserve.replicas.models.batch import KVCache, LayerCache, StateCache
 from hybridserve.replicas.models.specs import FullAttentionSpec, LinearAttentionSpec, MixerSpec
 
@@ -99,7 +100,31 @@ class ArenaStorage:
             (spec.conv_kernel, conv_dim),
             STATE_ALIGN // dtype.itemsize,
         )
-        return StateCache(recurrent, conv)
+        replay = self._replay(offsets, spec, dtype) if self.layout.unit.replay_window else None
+        return StateCache(recurrent, conv, replay)
+
+    def _replay(self, offsets: StateOffsets, spec: LinearAttentionSpec, dtype: torch.dtype) -> ReplayRing:
+        window, fp32 = self.layout.unit.replay_window, self.buffer.view(torch.float32)
+        return ReplayRing(
+            self._windows(
+                self.buffer.view(dtype),
+                offsets.replay_k // dtype.itemsize,
+                (spec.total_num_k_heads, window, spec.head_k_dim),
+                STATE_ALIGN // dtype.itemsize,
+            ),
+            self._windows(
+                fp32,
+                offsets.replay_u // STATE_BYTES,
+                (spec.total_num_v_heads, window, spec.head_v_dim),
+                STATE_ALIGN // STATE_BYTES,
+            ),
+            self._windows(
+                fp32,
+                offsets.replay_g // STATE_BYTES,
+                (spec.total_num_v_heads, window),
+                STATE_ALIGN // STATE_BYTES,
+            ),
+        )
 
     def _windows(self, flat: torch.Tensor, offset: int, shape: tuple[int, ...], step: int) -> torch.Tensor:
         """Every window of `shape` that starts at `offset` plus a multiple of `step` elements: [N, *shape]."""

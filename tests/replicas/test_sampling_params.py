@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from hybridserve.replicas.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, SamplingParams
@@ -64,6 +65,12 @@ def test_edges_are_accepted():
     SamplingParams(n=128, temperature=0, top_p=1e-9, top_k=-1, min_p=1.0, seed=-(2**63), max_tokens=None)
     SamplingParams(max_tokens=4, min_tokens=4, logprobs=0, prompt_logprobs=64, repetition_penalty=1e-3)
     SamplingParams(stop=["a"] * MAX_STOP_STRINGS, logit_bias={0: -100.0, 7: 100})
+
+
+def test_numbers_of_numpy_are_taken_as_python_s_own():
+    params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(7), seed=np.uint64(2**63))
+    assert (params.temperature, params.top_k, params.seed) == (0.5, 7, 2**63)
+    assert all(type(x) in (int, float) for x in (params.temperature, params.top_k, params.seed))
 
 
 def test_one_stop_string_and_lists_become_tuples():

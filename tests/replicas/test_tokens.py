@@ -40,11 +40,10 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def params():
-    """Half of the requests are greedy, half are drawn with a seed of their own."""
+    """Greedy, filtered and plain draws in turn, the drawn ones with a seed of their own."""
+    ways = ({"temperature": 0}, {"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.0})
     return {
-        f"p{n}": SamplingParams(
-            temperature=0 if i % 2 else 0.8, top_p=0.95, seed=100 + i, max_tokens=NEW_TOKENS, ignore_eos=True
-        )
+        f"p{n}": SamplingParams(**ways[i % 3], seed=100 + i, max_tokens=NEW_TOKENS, ignore_eos=True)
         for i, n in enumerate(LENGTHS)
     }
 

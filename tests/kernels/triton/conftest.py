@@ -23,3 +23,16 @@ def gpu(device: torch.device) -> torch.device:
 def count_variants() -> Callable[..., int]:
     """How many variants of these `triton.jit` functions are compiled; on a GPU only."""
     return lambda *kernels: sum(len(cache[0]) for k in kernels for cache in k.device_caches.values())
+
+
+@pytest.fixture
+def device_rows(device: torch.device, poisoned_rows: Callable) -> Callable:
+    """`poisoned_rows` on the device under test."""
+
+    def make(row_shape: tuple[int, ...], count: int, dtype: torch.dtype = torch.float32) -> object:
+        rows = poisoned_rows(row_shape, count, dtype)
+        buffer = rows.buffer.to(device)
+        view = buffer.view(dtype).as_strided(rows.view.shape, rows.view.stride())
+        return type(rows)(buffer, view, rows.indices.to(device))
+
+    return make

@@ -38,20 +38,26 @@ def test_parts_of_a_unit_are_aligned_and_do_not_overlap(mixers, window, dtype_by
     linear = [m for m in mixers if isinstance(m, LinearAttentionSpec)]
     for spec, offsets in zip(linear, layout.unit.layers, strict=True):
         conv_dim = 2 * spec.total_num_k_heads * spec.head_k_dim + spec.total_num_v_heads * spec.head_v_dim
-        replay = window * (
-            spec.total_num_k_heads * spec.head_k_dim
-            + spec.total_num_v_heads * spec.head_v_dim
-            + spec.total_num_v_heads
+        starts = (
+            offsets.recurrent,
+            offsets.conv,
+            offsets.replay_k,
+            offsets.replay_u,
+            offsets.replay_g,
+            offsets.end,
+        )
+        sizes = (
+            spec.total_num_v_heads * spec.head_v_dim * spec.head_k_dim * 4,
+            spec.conv_kernel * conv_dim * dtype_bytes,
+            window * spec.total_num_k_heads * spec.head_k_dim * dtype_bytes,
+            window * spec.total_num_v_heads * spec.head_v_dim * 4,
+            window * spec.total_num_v_heads * 4,
         )
         assert offsets.recurrent == at
-        assert offsets.conv >= at + spec.total_num_v_heads * spec.head_v_dim * spec.head_k_dim * 4
-        assert offsets.replay >= offsets.conv + spec.conv_kernel * conv_dim * dtype_bytes
-        assert offsets.end >= offsets.replay + replay * 4
-        assert not any(
-            o % STATE_ALIGN for o in (offsets.recurrent, offsets.conv, offsets.replay, offsets.end)
-        )
+        for start, size, following in zip(starts, sizes, starts[1:], strict=False):
+            assert start % STATE_ALIGN == 0 and start + size <= following < start + size + STATE_ALIGN
         at = offsets.end
-    assert layout.unit.nbytes == at
+    assert layout.unit.nbytes == at and layout.unit.replay_window == window
 
 
 @pytest.mark.parametrize("mixers", [QWEN_9B, ODD])

@@ -21,7 +21,7 @@ EXTENTS = 3
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def storage(request):
     dtype = request.param
-    layout = plan_arena(MIXERS, dtype.itemsize, 16)
+    layout = plan_arena(MIXERS, dtype.itemsize, 16, replay_window=4)
     assert layout.units_per_extent > 1
     storage = ArenaStorage(layout, EXTENTS, MIXERS, dtype, torch.device("cpu"))
     storage.buffer.fill_(0xFF)
@@ -31,6 +31,12 @@ def storage(request):
 def written(storage):
     """Byte addresses that are no longer 0xFF."""
     return (storage.buffer != 0xFF).nonzero().flatten()
+
+
+def views_of(cache):
+    if isinstance(cache, KVCache):
+        return tuple(vars(cache).values())
+    return cache.recurrent, cache.conv, *vars(cache.replay).values()
 
 
 def test_each_page_row_of_each_layer_is_its_own_slab(storage):
@@ -67,7 +73,8 @@ def test_each_unit_row_of_each_layer_lies_inside_its_unit(storage):
         low = layout.unit_offset(unit)
         assert row * STATE_ALIGN == low
         for cache, offsets in zip(caches, layout.unit.layers, strict=True):
-            for view, start in ((cache.recurrent, offsets.recurrent), (cache.conv, offsets.conv)):
+            starts = (offsets.recurrent, offsets.conv, offsets.replay_k, offsets.replay_u, offsets.replay_g)
+            for view, start in zip(views_of(cache), starts, strict=True):
                 storage.buffer.fill_(0xFF)
                 view[row] = 0
                 touched = written(storage).tolist()
@@ -79,8 +86,7 @@ def test_each_unit_row_of_each_layer_lies_inside_its_unit(storage):
 
 def test_views_reach_the_last_extent_and_not_past_the_buffer(storage):
     for cache in storage.caches:
-        views = vars(cache).values()
-        for view in views:
+        for view in views_of(cache):
             last = view[-1]
             end = last.storage_offset() + last.numel()
             assert end * last.element_size() <= storage.buffer.numel()
