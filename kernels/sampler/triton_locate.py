@@ -19,6 +19,7 @@ from hybridserve.kernels.sampler.triton_math import (
     noise_key,
     noise_of,
     score_in,
+    sharpness,
 )
 from hybridserve.kernels.sampler.triton_measure import (
     BROKEN,
@@ -133,8 +134,8 @@ def locate(
     else:
         tl.store(plan + KIND, SETTLED)
         chunk_best = tl.load(best + row * num_chunks + chunks, mask=real, other=0)
-        # a chunk's score refers to its own peak; a greedy row's scores are differences of logits
-        moved = tl.div_rn(chunk_peak - top, tl.where(heat > 0, heat, 1.0))
+        # a chunk's scores refer to its own peak
+        moved = (chunk_peak - top) * sharpness(heat)
         token = id_in(best_of(score_in(chunk_best) + moved, id_in(chunk_best), real))
         tl.store(tokens + row, token.to(tl.int64))
 
@@ -184,6 +185,6 @@ def gather_between(
         if tl.max(x) > high:
             heat = tl.load(temperature + row).to(tl.float32)
             noise = noise_of(noise_key(keys, positions, row, HASHED), cols)
-            score = tl.div_rn(x - tl.load(plan + TOP).to(tl.float32), heat) + noise
+            score = (x - tl.load(plan + TOP).to(tl.float32)) * sharpness(heat) + noise
             chunk_best = best_of(score, cols, x > high)
         tl.store(best + row * num_chunks + chunk, chunk_best)

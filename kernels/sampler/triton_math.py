@@ -45,11 +45,16 @@ def noise_of(key, ids):
     # the top 53 bits and a half, as twice that number: one conversion rounds it
     v = ((drawn >> 10) | 1).to(tl.int64).to(tl.float32) * (1.0 / 18014398509481984.0)
     v = tl.minimum(v, _LARGEST)
-    # -log1p(-v) by the logarithm of the rounded 1 - v, corrected for that rounding (Higham 2002, 1.14.1)
+    # -log1p(-v), of the rounded 1 - v and of what the rounding took
     rest = 1.0 - v
-    exact = rest == 1.0
-    exponential = tl.where(exact, v, tl.log(rest) * (v / tl.where(exact, 1.0, rest - 1.0)))
+    exponential = v - (1.0 - rest) - tl.log(rest)
     return -tl.log(exponential)
+
+
+@triton.jit
+def sharpness(temperature):
+    """1 / temperature, fp32, finite for every temperature; 1 for 0, whose scores are differences of logits."""
+    return tl.minimum(1.0 / tl.where(temperature > 0, temperature, 1.0), 1e30)
 
 
 @triton.jit

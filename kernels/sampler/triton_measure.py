@@ -17,6 +17,7 @@ from hybridserve.kernels.sampler.triton_math import (
     load_columns,
     noise_key,
     noise_of,
+    sharpness,
     weight_of,
 )
 
@@ -203,5 +204,5 @@ def measure_chunks(
         score = x - peak
         if heat > 0:
             noise = noise_of(noise_key(keys, positions, row, HASHED), cols)
-            score = tl.div_rn(score, heat) + noise
+            score = score * sharpness(heat) + noise
         tl.store(best + row * num_chunks + chunk, best_of(score, cols, cols < vocab))

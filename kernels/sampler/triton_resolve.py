@@ -28,6 +28,7 @@ from hybridserve.kernels.sampler.triton_math import (
     load_columns,
     noise_key,
     noise_of,
+    sharpness,
     value_of,
     weight_of,
 )
@@ -232,7 +233,7 @@ def _best_kept(
         x, ids, kept = _read(source, start, size, -float("inf"), high, TILE, FROM_ROW)
         kept = kept & ((x > boundary) | ((x == boundary) & (ids <= last_id)))
         if tl.max(kept.to(tl.int32)) > 0:
-            score = tl.div_rn(x - top, heat) + noise_of(key, ids)
+            score = (x - top) * sharpness(heat) + noise_of(key, ids)
             best = tl.maximum(best, best_of(score, ids, kept))
     return best
 
