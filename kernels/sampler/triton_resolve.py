@@ -239,6 +239,32 @@ def _best_kept(
 
 
 @triton.jit
+def _settle(
+    source,
+    size,
+    vocab,
+    plan,
+    within,
+    k,
+    p,
+    least,
+    heat,
+    key,
+    scratch,
+    RANKED: tl.constexpr,
+    TILE: tl.constexpr,
+    FROM_ROW: tl.constexpr,
+):
+    """`best_of` the kept tokens of the interval."""
+    top = tl.load(plan + TOP).to(tl.float32)
+    high = tl.load(plan + HIGH).to(tl.float32)
+    boundary, last_id = _boundary(
+        source, size, vocab, plan, within, k, p, least, heat, top, scratch, RANKED, TILE, FROM_ROW
+    )
+    return _best_kept(source, size, boundary, last_id, high, heat, top, key, TILE * 4, FROM_ROW)
+
+
+@triton.jit
 def resolve(
     logits,
     row_stride,
@@ -255,7 +281,6 @@ def resolve(
     scratch,
     best,
     tokens,
-    FROM_ROW: tl.constexpr,
     HASHED: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr,
@@ -264,43 +289,27 @@ def resolve(
     PLAN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program a row: the token of a filtered row.
-
-    FROM_ROW: only rows with more tokens in the interval than were gathered, from the whole row; else only the
-    others.
-    """
+    """One program a row: the token of a filtered row, from its list, or from the row where that is too short."""
     row = tl.program_id(0).to(tl.int64)
     plan = plans + row * PLAN
-    filtered = tl.load(plan + KIND) == FILTERED
-    within = tl.load(gathered + row, mask=filtered, other=0)
-    if filtered & ((within > CANDIDATES) == FROM_ROW):
-        if FROM_ROW:
-            source = logits + row * row_stride
-            size = vocab
-        else:
-            source = lists + row * CANDIDATES
-            size = within
+    if tl.load(plan + KIND) == FILTERED:
+        within = tl.load(gathered + row)
         heat = tl.load(temperature + row).to(tl.float32)
-        top = tl.load(plan + TOP).to(tl.float32)
-        boundary, last_id = _boundary(
-            source,
-            size,
-            vocab,
-            plan,
-            within,
-            tl.load(top_k + row).to(tl.int64),
-            tl.load(top_p + row).to(tl.float64),
-            tl.load(min_p + row).to(tl.float64),
-            heat,
-            top,
-            scratch + row * RANKED,
-            RANKED,
-            TILE,
-            FROM_ROW,
-        )
+        k = tl.load(top_k + row).to(tl.int64)
+        p = tl.load(top_p + row).to(tl.float64)
+        least = tl.load(min_p + row).to(tl.float64)
         key = noise_key(keys, positions, row, HASHED)
-        high = tl.load(plan + HIGH).to(tl.float32)
-        found = _best_kept(source, size, boundary, last_id, high, heat, top, key, TILE * 4, FROM_ROW)
+        scratch += row * RANKED
+        if within > CANDIDATES:
+            source = logits + row * row_stride
+            found = _settle(
+                source, vocab, vocab, plan, within, k, p, least, heat, key, scratch, RANKED, TILE, True
+            )
+        else:
+            listed = lists + row * CANDIDATES
+            found = _settle(
+                listed, within, vocab, plan, within, k, p, least, heat, key, scratch, RANKED, TILE, False
+            )
         num_chunks = tl.cdiv(vocab, CHUNK)
         chunks = tl.arange(0, CHUNKS_PADDED)
         above = tl.load(best + row * num_chunks + chunks, mask=chunks < num_chunks, other=NONE)

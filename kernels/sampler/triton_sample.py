@@ -1,7 +1,7 @@
 """Sampling on the GPU: temperature, top-k, top-p, min-p and the draw, without sorting the vocabulary.
 
 The token drawn has the largest logit / temperature plus Gumbel noise, so that a row without filters takes one
-pass over its logits; filtered rows take two, in six launches that a CUDA graph can hold.
+pass over its logits; filtered rows take two, in five launches that a CUDA graph can hold.
 Rows are independent, and greedy, unfiltered and filtered ones may be mixed. Knows nothing of requests.
 """
 
@@ -141,7 +141,7 @@ def _launch(
         CANDIDATES=tuning.candidates,
         PIVOTS=PIVOTS,
         PADDED=PIVOTS_PADDED,
-        num_warps=4,
+        num_warps=8,
     )
     locate[rows](
         vocab,
@@ -177,26 +177,24 @@ def _launch(
         PLAN=PLAN,
         num_warps=8,
     )
-    for from_row in (False, True):
-        resolve[rows](
-            *given,
-            *options,
-            keys,
-            positions,
-            plans,
-            gathered,
-            lists,
-            scratch,
-            best,
-            tokens,
-            FROM_ROW=from_row,
-            HASHED=hashed,
-            CHUNK=tuning.chunk,
-            CHUNKS_PADDED=padded,
-            CANDIDATES=tuning.candidates,
-            RANKED=tuning.ranked,
-            PLAN=PLAN,
-            TILE=tuning.tile,
-            num_warps=8,
-        )
+    resolve[rows](
+        *given,
+        *options,
+        keys,
+        positions,
+        plans,
+        gathered,
+        lists,
+        scratch,
+        best,
+        tokens,
+        HASHED=hashed,
+        CHUNK=tuning.chunk,
+        CHUNKS_PADDED=padded,
+        CANDIDATES=tuning.candidates,
+        RANKED=tuning.ranked,
+        PLAN=PLAN,
+        TILE=tuning.tile,
+        num_warps=8,
+    )
     return tokens, finite
