@@ -53,7 +53,7 @@ def noise_of(key, ids):
 
 @triton.jit
 def sharpness(temperature):
-    """1 / temperature, fp32, finite for every temperature; 1 for 0, whose scores are differences of logits."""
+    """1 / temperature, fp32, finite; 1 for 0, where scores are differences of logits."""
     return tl.minimum(1.0 / tl.where(temperature > 0, temperature, 1.0), 1e30)
 
 

@@ -264,7 +264,8 @@ def _settle(
     return _best_kept(source, size, boundary, last_id, high, heat, top, key, TILE * 4, FROM_ROW)
 
 
-@triton.jit
+# a vocabulary of one token must not become a constant, which Triton 3.6 fails to compile here
+@triton.jit(do_not_specialize=["vocab"])
 def resolve(
     logits,
     row_stride,
@@ -289,7 +290,7 @@ def resolve(
     PLAN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program a row: the token of a filtered row, from its list, or from the row where that is too short."""
+    """One program a row: the token of a filtered row, from its list, or from the row where that overflowed."""
     row = tl.program_id(0).to(tl.int64)
     plan = plans + row * PLAN
     if tl.load(plan + KIND) == FILTERED:

@@ -77,11 +77,14 @@ def greedy_case(rows: int) -> Case:
 def sample_case(rows: int, name: str, make: Callable[[int], torch.Tensor]) -> Case:
     def gate() -> None:
         logits, given = make(rows), options(rows, **FILTERS[name])
-        uniform = torch.rand(rows, dtype=torch.float64, device=DEVICE)
-        tokens, finite = sample(logits, *given, uniform)
+        keys = torch.randint(-(2**63), 2**63 - 1, (rows,), device=DEVICE)
+        tokens, finite = sample(logits, *given, keys)
+        temperature, top_k, top_p, min_p = given
         near = torch.zeros_like(finite)
+        # rounding may put the boundary of top_p within 1e-6 of where it is
         for step in (-1e-6, 0, 1e-6):
-            near |= cpu.sample(logits, *given, (uniform + step).clamp(0, 1 - 2**-53)) == tokens
+            moved = torch.where(top_p < 1, top_p.double() * (1 + step), 1.0)
+            near |= cpu.sample(logits, temperature, top_k, moved, min_p, keys) == tokens
         assert bool(finite.all())
         assert bool(near.all())
 
@@ -92,8 +95,8 @@ def sample_case(rows: int, name: str, make: Callable[[int], torch.Tensor]) -> Ca
 
     def plain() -> Calls:
         given = options(rows, **FILTERS[name])
-        uniform = torch.rand(rows, dtype=torch.float64, device=DEVICE)
-        return [lambda x=x: cpu.sample(x, *given, uniform) for x in inputs(make, rows)[:4]]
+        keys = torch.randint(2**62, (rows,), device=DEVICE)
+        return [lambda x=x: cpu.sample(x, *given, keys) for x in inputs(make, rows)[:4]]
 
     work = Work(nbytes=rows * VOCAB * 4)
     return Case(
