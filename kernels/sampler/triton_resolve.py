@@ -290,7 +290,7 @@ def resolve(
     PLAN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program a row: the token of a filtered row, from its list, or from the row where that overflowed."""
+    """One program a row: the token of a filtered row, from its list, or from the row where that is cut."""
     row = tl.program_id(0).to(tl.int64)
     plan = plans + row * PLAN
     if tl.load(plan + KIND) == FILTERED:
