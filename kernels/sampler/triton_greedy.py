@@ -42,7 +42,7 @@ def greedy(logits: torch.Tensor, chunk: int = CHUNK) -> tuple[torch.Tensor, torc
 
 
 @triton.jit
-def first_at(logits_row, vocab, start, value, CHUNK: tl.constexpr):
+def _first_at(logits_row, vocab, start, value, CHUNK: tl.constexpr):
     """Lowest column in [start, start + CHUNK) that holds the bounded `value`; in [0, vocab) in any case."""
     cols = start + tl.arange(0, CHUNK)
     x = bounded(load_columns(logits_row, cols, vocab))
@@ -75,6 +75,6 @@ def _pick_peak(
     broken = tl.load(here + num_chunks, mask=chunks < num_chunks, other=0.0)
     top = tl.max(peak)
     first = tl.min(tl.where(peak == top, chunks, CHUNKS_PADDED))
-    token = first_at(logits + row * row_stride, vocab, first * CHUNK, top, CHUNK)
+    token = _first_at(logits + row * row_stride, vocab, first * CHUNK, top, CHUNK)
     tl.store(tokens + row, token.to(tl.int64))
     tl.store(finite + row, tl.sum(broken) == 0.0)
