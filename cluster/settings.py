@@ -3,6 +3,7 @@
 Owns what a user may write; an unknown or bad key is an error that names it. Knows nothing of Ray or torch.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -119,6 +120,19 @@ class AppSettings(_Section):
             load_format=self.model.load_format,
             num_threads=self.serving.num_threads,
         )
+
+
+def in_settings_words(message: str) -> str:
+    """An engine's message with its options' names as they stand in the YAML."""
+    words = {
+        "cache_memory_bytes": "serving.cache_memory",
+        "gpu_memory_utilization": "serving.gpu_memory_utilization",
+        "max_model_len": "model.max_context_length",
+        "max_num_batched_tokens": "serving.max_num_batched_tokens",
+        "max_num_seqs": "serving.max_batch_size",
+        "tensor_parallel_size": "parallel.tensor_parallel_size",
+    }
+    return re.sub(rf"\b({'|'.join(words)})\b", lambda found: words[found[0]], message)
 
 
 def load_settings(args: object, base: Path) -> AppSettings:

@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass, replace
 
 from hybridserve.cluster.pool.engine_loop import BuiltEngine
+from hybridserve.cluster.settings import in_settings_words
 from hybridserve.replicas.engine.config import EngineConfig
 
 
@@ -26,7 +27,10 @@ class CheckpointEngine:
             # ray sets OMP_NUM_THREADS from the actor's logical CPUs, which say nothing of the machine; one
             # core is left to the proxy and the ingress
             config = replace(config, num_threads=max(1, len(os.sched_getaffinity(0)) - 1))
-        engine = build_engine(config)
+        try:
+            engine = build_engine(config)
+        except ValueError as error:
+            raise ValueError(in_settings_words(str(error))) from None
         placement = resolve_placement(config, engine.model_config)
         return BuiltEngine(engine, str(placement.device), placement.dtype_name)
 

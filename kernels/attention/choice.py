@@ -1,6 +1,6 @@
 """Which attention runs: by device, and on a GPU the fastest that was measured for the shape at hand.
 
-Figures: docs/log.d/attention.md. Triton is imported on the first call with a GPU's tensor.
+Figures: docs/log.md. Triton is imported on the first call with a GPU's tensor.
 """
 
 from functools import lru_cache

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridserve.cluster.settings import AppSettings, load_settings
+from hybridserve.cluster.settings import AppSettings, in_settings_words, load_settings
 
 
 @pytest.fixture
@@ -114,3 +114,9 @@ def test_the_readme_lists_every_setting(repo_root: Path) -> None:
     }
     assert settings - listed == set()
     assert {key for key in listed if key.partition(".")[0] in AppSettings.model_fields} == settings
+
+
+def test_an_engine_s_message_names_the_keys_of_the_yaml() -> None:
+    said = in_settings_words("max_model_len is 9, but the arena of 7 bytes (cache_memory_bytes) holds 5")
+    assert said == "model.max_context_length is 9, but the arena of 7 bytes (serving.cache_memory) holds 5"
+    assert in_settings_words("head_dim is missing") == "head_dim is missing"
