@@ -137,7 +137,8 @@ def locate(
         # a chunk's scores refer to its own peak
         moved = (chunk_peak - top) * sharpness(heat)
         token = id_in(best_of(score_in(chunk_best) + moved, id_in(chunk_best), real))
-        tl.store(tokens + row, token.to(tl.int64))
+        # of a row of NaN a padding column may come out best
+        tl.store(tokens + row, tl.minimum(token.to(tl.int64), vocab - 1))
 
 
 @triton.jit

@@ -99,7 +99,7 @@ def bounded(x):
 @triton.jit
 def inverse_temperature(temperature):
     """log2(e) / temperature as a sum of two fp32: one alone would bias every weight the same way."""
-    exact = tl.minimum(_LOG2E / temperature.to(tl.float64), 1e30)
+    exact = tl.minimum(tl.full([], _LOG2E, tl.float64) / temperature.to(tl.float64), 1e30)
     high = exact.to(tl.float32)
     low = (exact - high.to(tl.float64)).to(tl.float32)
     # so cold, the correction matters to nobody and could overflow
