@@ -82,7 +82,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     return Engine(
         model_config,
         Arena(layout, capacity.num_extents),
-        ModelRunner(model, storage, placement.device),
+        ModelRunner(model, storage, placement.device, max_num_seqs=capacity.max_num_seqs),
         max_model_len=capacity.max_model_len,
         max_num_seqs=capacity.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
