@@ -52,8 +52,14 @@ def penalize_batch(logits, token_ids, prompt_lens, lens, repetition, presence, f
             logits, token_ids, prompt_lens, lens, repetition, presence, frequency, counts
         )
     for i in range(logits.shape[0]):
-        penalize(logits[i], token_ids[i, : prompt_lens[i]], token_ids[i, prompt_lens[i] : lens[i]],
-                 repetition[i].item(), presence[i].item(), frequency[i].item())
+        penalize(
+            logits[i],
+            token_ids[i, : prompt_lens[i]],
+            token_ids[i, prompt_lens[i] : lens[i]],
+            repetition[i].item(),
+            presence[i].item(),
+            frequency[i].item(),
+        )
 
 
 def bias_batch(logits, bias_ids, biases, banned_ids):

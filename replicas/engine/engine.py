@@ -16,6 +16,7 @@ from hybridserve.replicas.engine.executor import Executor, RunningStep
 from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput, Sampled, StepPlan, StepResult
 from hybridserve.replicas.engine.request import Request
 from hybridserve.replicas.engine.scheduler import Scheduler, SchedulerLimits
+from hybridserve.replicas.engine.startup import StartupReport
 from hybridserve.replicas.engine.validation import check_prompt, check_token_ids
 from hybridserve.replicas.models.specs import ModelConfig
 from hybridserve.replicas.sampling_params import SamplingParams
@@ -50,8 +51,10 @@ class Engine:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         seed: int = 0,
+        startup_report: StartupReport | None = None,
     ) -> None:
         """`max_model_len` and `max_num_seqs` must already fit the arena (see `sizing`)."""
+        self.startup_report = startup_report or StartupReport()
         self.model_config = model_config
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs

@@ -84,8 +84,8 @@ class Scheduler:
         if self.num_preemptions == preemptions:
             self._admit(scheduled)
         if not scheduled:
-            assert all(r.awaits_its_last_token for r in self._running), "requests wait but none can be scheduled"
-            assert self._running or not self._waiting, "requests wait but none can be scheduled"
+            ending = bool(self._running) and all(r.awaits_its_last_token for r in self._running)
+            assert ending or not self.has_requests, "requests wait but none can be scheduled"
             return None
         # a chunk of one token with earlier context is fit for the recurrent form, whatever brought it here
         rows = [r for r, count in scheduled.items() if count == 1 and r.num_computed_tokens > 0]

@@ -106,7 +106,7 @@ class GatedDeltaNet(Layer):
     def as_heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """From channels [T, heads * dim] to q, k [T, num_k_heads, head_k_dim], v [T, num_v_heads, head_v_dim]."""
+        """Channels [T, heads * dim] as q, k [T, num_k_heads, head_k_dim], v [T, num_v_heads, head_v_dim]."""
         q, k = (x.unflatten(1, (-1, self.head_k_dim)) for x in (q, k))
         return q, k, v.unflatten(1, (-1, self.head_v_dim))
 
@@ -149,13 +149,15 @@ def _decode_in_one_launch(
     batch: PhaseBatch,
     cache: StateCache,
 ) -> torch.Tensor:
-    given = (qkv, z, a, b, mixer.conv1d.taps, None, mixer.A_log, mixer.dt_bias, mixer.norm.weight, mixer.norm.eps)
+    norm = mixer.norm
+    given = (qkv, z, a, b, mixer.conv1d.taps, None, mixer.A_log, mixer.dt_bias, norm.weight, norm.eps)
+    states = (cache.conv, cache.recurrent)
     rows = (batch.state_indices, batch.positions)
     if batch.replay is not None:
         assert cache.replay is not None
         ring = (batch.replay.counts, batch.replay.flushes)
-        return gdn_decode_replay(*given, cache.conv, cache.recurrent, cache.replay, *rows, *ring, **mixer.heads)
-    return gdn_decode_fused(*given, cache.conv, cache.recurrent, *rows, **mixer.heads)
+        return gdn_decode_replay(*given, *states, cache.replay, *rows, *ring, **mixer.heads)
+    return gdn_decode_fused(*given, *states, *rows, **mixer.heads)
 
 
 def _prefill(

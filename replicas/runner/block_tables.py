@@ -1,4 +1,4 @@
-"""The running sequences' page tables as arrays, which grow with them instead of being built anew each step."""
+"""The running sequences' page tables as arrays, which grow with them instead of being built each step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,15 +1,14 @@
-"""Decode-only steps as CUDA graphs, one a batch bucket: forward pass, draw, and its feedback to the next step.
+"""Decode-only steps as CUDA graphs, one a batch bucket: forward pass, draw, and its feedback.
 
-A step of n rows runs in the smallest bucket that holds it; the rows behind are padding, which reads and writes
-no state and no page. The host's part of a step is one transfer into fixed memory and two launches of graphs:
-model, then draw. Rows whose logits are edited, or that want logprobs, are drawn outside of a graph.
+A step of n rows runs in the smallest bucket that holds it; the rows behind are padding, which reads and
+writes no state and no page. The host's part of a step is one transfer into fixed memory and two launches of
+graphs: model, then draw. Rows whose logits are edited, or that want logprobs, are drawn outside of a graph.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from hybridserve.kernels.sampler import greedy, keep_drawn, sample_seeded, take_drawn
@@ -23,7 +22,16 @@ from hybridserve.replicas.runner.storage import ArenaStorage
 ROW_ALIGN = 32
 """Rows of the fixed memory are a multiple, so that every field starts on an aligned address."""
 
-INTS = ("token_ids", "sources", "positions", "state_indices", "slot_mapping", "replay_counts", "top_k", "seeds")
+INTS = (
+    "token_ids",
+    "sources",
+    "positions",
+    "state_indices",
+    "slot_mapping",
+    "replay_counts",
+    "top_k",
+    "seeds",
+)
 FLOATS = ("temperature", "top_p", "min_p")
 PADDING = {"sources": KNOWN, "positions": -1, "state_indices": -1, "slot_mapping": -1, "top_p": 1.0}
 """Of a row that is none; 0 for the other fields."""

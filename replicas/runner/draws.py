@@ -53,7 +53,9 @@ class FetchedDraws:
             self._arrived.synchronize()
         tokens, finite, *logprobs = (t.tolist() for t in self._host)
         found: list[TokenLogprobs | None] = [None] * len(tokens)
-        for row, logprob, rank, ids, tops in zip(self._logprob_rows, *logprobs, strict=True) if logprobs else ():
+        for row, logprob, rank, ids, tops in (
+            zip(self._logprob_rows, *logprobs, strict=True) if logprobs else ()
+        ):
             keep = self._specs[row].params.logprobs
             found[row] = TokenLogprobs(logprob, rank, tuple(ids[:keep]), tuple(tops[:keep]))
         return [Sampled(t, bool(f), lp) for t, f, lp in zip(tokens, finite, found, strict=True)]
