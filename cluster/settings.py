@@ -148,6 +148,11 @@ def load_settings(args: object, base: Path) -> AppSettings:
     except ValidationError as error:
         raise ValueError("bad configuration: " + "; ".join(map(_describe, error.errors()))) from None
     path = (base / Path(settings.model.path).expanduser()).resolve()
+    if path.is_file():
+        raise ValueError(
+            f"bad configuration: model.path {settings.model.path!r} is a file; a server needs the folder of "
+            "a checkpoint, with its tokenizer"
+        )
     if not (path / "config.json").is_file():
         raise ValueError(
             f"bad configuration: model.path {settings.model.path!r}: there is no {path}/config.json"

@@ -18,7 +18,7 @@ class EngineConfig:
     """
 
     model: str
-    """Folder of a Hugging Face checkpoint."""
+    """Folder of a Hugging Face checkpoint, or a shape file (see `load_model_config`) for random weights."""
     dtype: str = "auto"
     """"auto": the checkpoint's on a GPU, float32 on a CPU."""
     device: str = "auto"
