@@ -73,7 +73,7 @@ class ServingSettings(_Section):
     """Sequences in one step, at most."""
     max_concurrent_requests: PositiveInt = 256
     """Requests in flight, over all ingress replicas; more are answered 429."""
-    max_num_batched_tokens: PositiveInt = 2048
+    max_num_batched_tokens: PositiveInt | None = None
     cache_memory: Size | None = None
     """Of one shard's arena, like "512MiB"; by default what the engine finds room for."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9

@@ -56,6 +56,18 @@ def load_model(
             f"load_format is {load_format!r}, but {path} is a shape without weights: use 'dummy'"
         )
     model = build_model(config, group, dtype, device)
+    fill_model(model, path, load_format, seed, progress)
+    return model
+
+
+def fill_model(
+    model: Qwen3_5ForCausalLM,
+    path: str | Path,
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> None:
+    """Read or draw the weights of a model that `build_model` made; arguments as for `load_model`."""
     targets = checkpoint_targets(model, model.checkpoint_name)
     if load_format == "dummy":
         report = load_dummy(targets, seed, progress)
@@ -66,4 +78,3 @@ def load_model(
     logger.info(
         "loaded %d tensors (%.1f MB), skipped: %s", report.num_tensors, report.num_bytes / 1e6, skipped
     )
-    return model
