@@ -63,6 +63,8 @@ class Staging:
         rows = max(1, STAGING_BYTES // max(1, kept_bytes))
         for low in range(first, last, rows):
             high = min(low + rows, last)
+            if kept_bytes == row_bytes:
+                _read_ahead(fd, offset, row_bytes, low, min(high + rows, last))
             buffer = self._take((high - low) * kept_bytes)
             memory = memoryview(buffer.numpy())
             for at, length, begin in _runs(low, high, row_bytes, kept_bytes, skipped):
@@ -97,6 +99,14 @@ def _runs(
         return
     for row in range(low, high):
         yield (row - low) * kept_bytes, kept_bytes, row * row_bytes + skipped
+
+
+def _read_ahead(fd: int, offset: int, row_bytes: int, low: int, high: int) -> None:
+    """Have the kernel fetch rows [low, high), a piece and the next.
+
+    By itself it looks 128 KiB ahead, which on a cold disk took up to twice as long.
+    """
+    os.posix_fadvise(fd, offset + low * row_bytes, (high - low) * row_bytes, os.POSIX_FADV_WILLNEED)
 
 
 def _read(fd: int, memory: memoryview, offset: int) -> None:

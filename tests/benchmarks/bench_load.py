@@ -1,12 +1,12 @@
 """Time how a checkpoint's weights are read, cold and warm, on a checkpoint of random values of any shape.
 
-    python tests/benchmarks/bench_load.py --shape configs/models/qwen3.5-9b.yaml --folder /tmp/9b --make
-    python tests/benchmarks/bench_load.py --folder /tmp/9b [--device cuda] [--dtype bfloat16] [--rounds 3] [--json out.json]
+    python tests/benchmarks/bench_load.py --folder /tmp/9b --make --shape configs/models/qwen3.5-9b.yaml
+    python tests/benchmarks/bench_load.py --folder /tmp/9b [--device cuda] [--dtype bfloat16] [--json PATH]
 
-`--make` writes the checkpoint first (files of 4 GB, `config.json` from the shape); the folder is the caller's to
-remove. "Cold" gives the files' pages back to the kernel before the read, so it measures the disk; "warm" reads
-them from the page cache; both build the model anew and include that. The plain row is safetensors' own
-`load_file` to the same device, one file after the other, without a model to fill.
+`--make` writes the checkpoint first (files of 4 GB, `config.json` from the shape); nobody removes it. "Cold"
+gives the files' pages back to the kernel before the read, so it measures the disk; "warm" reads them from the
+page cache; both build the model anew and include that. The plain row is safetensors' own `load_file` to the
+same device, one file after the other, without a model to fill.
 """
 
 import argparse
