@@ -16,15 +16,15 @@ from hybridserve.kernels.attention.triton_parts import LOG2_E, load_rows, online
 
 
 @triton.jit
-def _split_tokens(lens, max_splits, aim, BLOCK_N: tl.constexpr):
-    """Tokens of one split of rows of these lengths: `aim` splits a row, of 64 to 2,048 tokens."""
-    tokens = tl.minimum(tl.maximum(tl.cdiv(lens, aim), 64), 2048)
+def _split_tokens(lens, max_splits, aim, most, BLOCK_N: tl.constexpr):
+    """Tokens of one split of rows of these lengths: `aim` splits a row, of 64 to `most` tokens."""
+    tokens = tl.minimum(tl.maximum(tl.cdiv(lens, aim), 64), most)
     return tl.cdiv(tl.maximum(tokens, tl.cdiv(lens, max_splits)), BLOCK_N) * BLOCK_N
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "max_splits", "aim", "window", "table_stride"],
-    do_not_specialize_on_alignment=["block_tables", "seq_lens"],
+    do_not_specialize=["num_rows", "max_splits", "aim", "most", "window", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "table_rows", "seq_lens"],
 )
 def _decode_kernel(
     q,
@@ -34,10 +34,12 @@ def _decode_kernel(
     partial,
     partial_lse,
     block_tables,
+    table_rows,
     seq_lens,
     num_rows,
     max_splits,
     aim,
+    most,
     qk_scale,
     window,
     q_row,
@@ -58,6 +60,7 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
     WINDOW: tl.constexpr,
+    HAS_TABLE_ROWS: tl.constexpr,
     IEEE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -66,7 +69,7 @@ def _decode_kernel(
     if WINDOW:
         lens = tl.minimum(lens, window)
     # item i is split i - (ends of the rows before) of the row it falls in
-    ends = tl.cumsum(tl.cdiv(lens, _split_tokens(lens, max_splits, aim, BLOCK_N)), 0)
+    ends = tl.cumsum(tl.cdiv(lens, _split_tokens(lens, max_splits, aim, most, BLOCK_N)), 0)
     num_items = tl.max(ends, 0) * HKV
     heads = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
@@ -81,7 +84,7 @@ def _decode_kernel(
         first = 0
         if WINDOW:
             first = tl.maximum(seq_len - window, 0)
-        tokens = _split_tokens(seq_len - first, max_splits, aim, BLOCK_N)
+        tokens = _split_tokens(seq_len - first, max_splits, aim, most, BLOCK_N)
         splits = tl.cdiv(seq_len - first, tokens)
         start = first + split * tokens
         end = tl.minimum(start + tokens, seq_len)
@@ -92,7 +95,10 @@ def _decode_kernel(
         q_rows = tl.load(
             q + row * q_row + q_heads[:, None] * q_head + dims[None, :], mask=head_mask, other=0.0
         )
-        table = block_tables + row * table_stride
+        table_row = row
+        if HAS_TABLE_ROWS:
+            table_row = tl.load(table_rows + row).to(tl.int64)
+        table = block_tables + table_row * table_stride
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         peak = tl.full([BLOCK_G], -1.0e30, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
@@ -124,7 +130,9 @@ def _decode_kernel(
             tl.store(partial_lse + parts, peak + tl.log2(total), mask=heads < GROUP)
 
 
-@triton.jit(do_not_specialize=["max_splits", "aim", "window"], do_not_specialize_on_alignment=["seq_lens"])
+@triton.jit(
+    do_not_specialize=["max_splits", "aim", "most", "window"], do_not_specialize_on_alignment=["seq_lens"]
+)
 def _combine_kernel(
     out,
     partial,
@@ -132,11 +140,13 @@ def _combine_kernel(
     seq_lens,
     max_splits,
     aim,
+    most,
     window,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    PIECE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
@@ -146,24 +156,35 @@ def _combine_kernel(
     seq_len = tl.load(seq_lens + out_row // H).to(tl.int32)
     if WINDOW:
         seq_len = tl.minimum(seq_len, window)
-    splits = tl.cdiv(seq_len, _split_tokens(seq_len, max_splits, aim, BLOCK_N))
+    splits = tl.cdiv(seq_len, _split_tokens(seq_len, max_splits, aim, most, BLOCK_N))
     if splits != 1:
         dims = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+        first = out_row * max_splits
         parts = tl.arange(0, BLOCK_S)
-        live = parts < splits
-        lse = tl.load(partial_lse + out_row * max_splits + parts, mask=live, other=-1.0e30)
-        weights = tl.where(live, tl.exp2(lse - tl.max(lse, 0)), 0.0)
-        values = tl.load(
-            partial + (out_row * max_splits + parts)[:, None] * D + dims[None, :],
-            mask=live[:, None] & (dims < D)[None, :],
-            other=0.0,
-        )
-        result = tl.sum(values * weights[:, None], 0) / tl.maximum(tl.sum(weights, 0), 1.0e-30)
+        peak = tl.max(tl.load(partial_lse + first + parts, mask=parts < splits, other=-1.0e30), 0)
+        result = tl.zeros([BLOCK_D], tl.float32)
+        total = 0.0
+        for start in range(0, splits, PIECE):
+            parts = start + tl.arange(0, PIECE)
+            live = parts < splits
+            lse = tl.load(partial_lse + first + parts, mask=live, other=float("-inf"))
+            weights = tl.exp2(lse - peak)
+            values = tl.load(
+                partial + (first + parts)[:, None] * D + dims[None, :],
+                mask=live[:, None] & (dims < D)[None, :],
+                other=0.0,
+            )
+            result += tl.sum(values * weights[:, None], 0)
+            total += tl.sum(weights, 0)
+        result /= tl.maximum(total, 1.0e-30)
         tl.store(out + out_row * D + dims, result.to(out.dtype.element_ty), mask=dims < D)
 
 
 PROGRAMS_PER_PROCESSOR = 2
 """One multiplies while the other's block is on its way."""
+MAX_SPLITS = 128
+MAX_SPLIT_TOKENS = 256
+"""Short, so that rows of unequal lengths fill the last round of programs, too."""
 
 
 def decode_config(head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -186,7 +207,7 @@ def split_config(num_rows: int, num_kv_heads: int, num_programs: int) -> tuple[i
     Aimed at is the least number with which equally long rows keep 19 of 20 programs busy in the last round.
     The most bounds the partial results, fp32 [B, H, splits, D].
     """
-    most = min(128, max(16, 4096 // triton.next_power_of_2(num_rows)))
+    most = min(MAX_SPLITS, max(16, 4096 // triton.next_power_of_2(num_rows)))
     pairs = num_rows * num_kv_heads
     busy = [pairs * n / (triton.cdiv(pairs * n, num_programs) * num_programs) for n in range(1, most + 1)]
     aim = next((n for n, share in enumerate(busy, 1) if share >= 0.95), busy.index(max(busy)) + 1)
@@ -202,14 +223,18 @@ def attention_decode(
     *,
     scale: float,
     window: int | None = None,
+    table_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token of each of B sequences attends to all of its sequence; can be captured in a CUDA graph.
 
     q: [B, H, D], any D. keys, values: [N, page_size, Hkv, D], rows may overlap.
-    block_tables: int32 or int64 [B, max_pages].
+    block_tables: int32 or int64 [B, max_pages], or [num_slots, max_pages] with `table_rows`.
     seq_lens: int32 or int64 [B] on the device, tokens of each sequence with the new one, whose key and value
         are in the pages already; 0 for a padded row, which reads no page and becomes zero.
-    window: only the last `window` tokens are seen. Returns [B, H, D] in the dtype of q.
+    window: only the last `window` tokens are seen.
+    table_rows: int32 or int64 [B] on the device, the row of block_tables that each sequence has; None: its
+        own number. A padded row's is not read.
+    Returns [B, H, D] in the dtype of q.
     """
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[2]
@@ -227,8 +252,8 @@ def attention_decode(
     tokens = 0 if window is None else window
     _decode_kernel[(num_programs,)](
         q,
-        keys, values, out, partial, partial_lse, block_tables, seq_lens,
-        num_rows, max_splits, aim, scale * LOG2_E, tokens,
+        keys, values, out, partial, partial_lse, block_tables, table_rows, seq_lens,
+        num_rows, max_splits, aim, MAX_SPLIT_TOKENS, scale * LOG2_E, tokens,
         q.stride(0), q.stride(1),
         keys.stride(0), keys.stride(1), keys.stride(2),
         values.stride(0), values.stride(1), values.stride(2),
@@ -242,17 +267,19 @@ def attention_decode(
         BLOCK_N=block_n,
         BLOCK_B=max(triton.next_power_of_2(num_rows), 256),
         WINDOW=window is not None,
+        HAS_TABLE_ROWS=table_rows is not None,
         IEEE=ieee,
         STAGES=stages,
         num_warps=warps,
     )  # fmt: skip
     combine_d = min(block_d, 64)
     _combine_kernel[(num_rows * num_heads * triton.cdiv(head_dim, combine_d),)](
-        out, partial, partial_lse, seq_lens, max_splits, aim, tokens,
+        out, partial, partial_lse, seq_lens, max_splits, aim, MAX_SPLIT_TOKENS, tokens,
         H=num_heads,
         D=head_dim,
         BLOCK_D=combine_d,
-        BLOCK_S=16 if max_splits == 16 else 128,
+        BLOCK_S=MAX_SPLITS,
+        PIECE=32,
         BLOCK_N=block_n,
         WINDOW=window is not None,
         num_warps=4,
