@@ -72,11 +72,13 @@ def _gdn_decode_kernel(
     is_value = values < V
     out_pointers = out + row * HV * V + head * V + values
     index = tl.load(state_indices + row)
-    phase = (tl.load(positions + row) % KERNEL).to(tl.int32)
-    if index < 0:
+    position = tl.load(positions + row)
+    # asked together, or the compiler would load the position only once the index is there
+    if tl.minimum(index, position) < 0:
         store_masked(out_pointers, tl.zeros([BLOCK_V], tl.float32), is_value, MASKED)
         return
 
+    phase = (position % KERNEL).to(tl.int32)
     state_row = state + index * state_stride + head * V * K
     # what q, k and v are made of is loaded first: they are ready by the time the state is
     keys, is_key = key_tile(K, BLOCK_K)

@@ -126,13 +126,16 @@ def _gdn_decode_replay_kernel(
     is_value = values < V
     out_pointers = out + row * HV * V + head * V + values
     index = tl.load(state_indices + row)
-    phase = (tl.load(positions + row) % KERNEL).to(tl.int32)
-    count = tl.load(counts + row).to(tl.int32)
+    position = tl.load(positions + row)
+    count = tl.load(counts + row)
     flush = tl.load(flushes + row) != 0
-    if index < 0:
+    # asked together, or the compiler would load the others only once the index is there
+    if tl.minimum(tl.minimum(index, position), count) < 0:
         store_masked(out_pointers, tl.zeros([BLOCK_V], tl.float32), is_value, MASKED)
         return
 
+    phase = (position % KERNEL).to(tl.int32)
+    count = count.to(tl.int32)
     state_row = state + index * state_stride + head * V * K
     k_row = ring_k + index * ring_k_stride + head // GROUP * WINDOW * K
     u_row = ring_u + index * ring_u_stride + head * WINDOW * V

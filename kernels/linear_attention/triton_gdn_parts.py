@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hybridserve.kernels.linear_attention.triton_decode_parts import exp_exact, sigmoid, softplus
+from hybridserve.kernels.linear_attention.triton_decode_parts import sigmoid, softplus
 
 MAX_TILE = 32768
 """Elements of a head's state, each dimension rounded up to a power of two, that one program can hold."""
@@ -141,7 +141,7 @@ def _keep_input(column, channels, window, lag, mask):
 def gates(a, b, A_log, dt_bias, head):
     """-exp(A_log) softplus(a + dt_bias) and sigmoid(b) of one head, from pointers to its a and b."""
     x = tl.load(a).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
-    g = -exp_exact(tl.load(A_log + head).to(tl.float32)) * softplus(x)
+    g = -tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus(x)
     return g, sigmoid(tl.load(b).to(tl.float32))
 
 
