@@ -22,6 +22,56 @@ def _split_tokens(lens, max_splits, aim, most, BLOCK_N: tl.constexpr):
     return tl.cdiv(tl.maximum(tokens, tl.cdiv(lens, max_splits)), BLOCK_N) * BLOCK_N
 
 
+@triton.jit
+def _table(block_tables, table_rows, row, table_stride, HAS_TABLE_ROWS: tl.constexpr):
+    """Where a row's page ids lie."""
+    if HAS_TABLE_ROWS:
+        return block_tables + tl.load(table_rows + row).to(tl.int64) * table_stride
+    else:
+        return block_tables + row * table_stride
+
+
+@triton.jit
+def _locate(
+    item,
+    num_items,
+    ends,
+    seq_lens,
+    block_tables,
+    table_rows,
+    max_splits,
+    aim,
+    most,
+    window,
+    table_stride,
+    HKV: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_TABLE_ROWS: tl.constexpr,
+):
+    """(row, its first token and the one after its last, split, the row's splits, first page ids) of an item.
+
+    The KV heads of one split are neighbours in time: their rows are neighbours in memory. `ends`: how many
+    splits the rows up to each have. Behind the last item: an empty piece of row 0.
+    """
+    place = item // HKV
+    known = item < num_items
+    row = tl.where(known, tl.sum((ends <= place).to(tl.int32), 0), 0).to(tl.int64)
+    split = place - tl.max(tl.where(ends <= place, ends, 0), 0)
+    seq_len = tl.load(seq_lens + row).to(tl.int32)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(seq_len - window, 0)
+    tokens = _split_tokens(seq_len - first, max_splits, aim, most, BLOCK_N)
+    start = first + split * tokens
+    end = tl.where(known, tl.minimum(start + tokens, seq_len), start)
+    cols = start + tl.arange(0, BLOCK_N)
+    table = _table(block_tables, table_rows, row, table_stride, HAS_TABLE_ROWS)
+    ids = tl.load(table + cols // PAGE, mask=cols < end, other=0)
+    return row, start, end, split, tl.cdiv(seq_len - first, tokens), ids
+
+
 @triton.jit(
     do_not_specialize=["num_rows", "max_splits", "aim", "most", "window", "table_stride"],
     do_not_specialize_on_alignment=["block_tables", "table_rows", "seq_lens"],
@@ -74,38 +124,30 @@ def _decode_kernel(
     heads = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
     steps = tl.arange(0, BLOCK_N)
+    item = tl.program_id(0)
+    row, start, end, split, splits, ids = _locate(
+        item, num_items, ends, seq_lens, block_tables, table_rows, max_splits, aim, most, window, table_stride,
+        HKV, PAGE, BLOCK_N, WINDOW, HAS_TABLE_ROWS,
+    )  # fmt: skip
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        # the KV heads of one split are neighbours in time: their rows are neighbours in memory
         kv_head = item % HKV
-        place = item // HKV
-        row = tl.sum((ends <= place).to(tl.int32), 0)
-        split = place - tl.max(tl.where(ends <= place, ends, 0), 0)
-        seq_len = tl.load(seq_lens + row).to(tl.int32)
-        first = 0
-        if WINDOW:
-            first = tl.maximum(seq_len - window, 0)
-        tokens = _split_tokens(seq_len - first, max_splits, aim, most, BLOCK_N)
-        splits = tl.cdiv(seq_len - first, tokens)
-        start = first + split * tokens
-        end = tl.minimum(start + tokens, seq_len)
-
-        row = row.to(tl.int64)
+        # asked for now, so that the next item's page ids are there when its turn comes
+        next_row, next_start, next_end, next_split, next_splits, next_ids = _locate(
+            item + tl.num_programs(0), num_items, ends, seq_lens, block_tables, table_rows, max_splits, aim,
+            most, window, table_stride, HKV, PAGE, BLOCK_N, WINDOW, HAS_TABLE_ROWS,
+        )  # fmt: skip
         head_mask = (heads < GROUP)[:, None] & (dims < D)[None, :]
         q_heads = kv_head * GROUP + heads
         q_rows = tl.load(
             q + row * q_row + q_heads[:, None] * q_head + dims[None, :], mask=head_mask, other=0.0
         )
-        table_row = row
-        if HAS_TABLE_ROWS:
-            table_row = tl.load(table_rows + row).to(tl.int64)
-        table = block_tables + table_row * table_stride
+        table = _table(block_tables, table_rows, row, table_stride, HAS_TABLE_ROWS)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         peak = tl.full([BLOCK_G], -1.0e30, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
         k_base = keys + kv_head * k_head
         v_base = values + kv_head * v_head
         # carried, so that the pipeline's stages all go to the loads of K and V
-        ids = tl.load(table + (start + steps) // PAGE, mask=start + steps < end, other=0)
         for block in tl.range(start, end, BLOCK_N, num_stages=STAGES):
             cols = block + steps
             k = load_rows(k_base, ids, cols % PAGE, cols, end, dims, k_page, k_token, D, True)
@@ -128,6 +170,9 @@ def _decode_kernel(
             parts = out_rows * max_splits + split
             tl.store(partial + parts[:, None] * D + dims[None, :], result, mask=head_mask)
             tl.store(partial_lse + parts, peak + tl.log2(total), mask=heads < GROUP)
+        row, start, end, split, splits, ids = (
+            next_row, next_start, next_end, next_split, next_splits, next_ids,
+        )  # fmt: skip
 
 
 @triton.jit(
@@ -160,8 +205,8 @@ def _combine_kernel(
     if splits != 1:
         dims = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
         first = out_row * max_splits
-        parts = tl.arange(0, BLOCK_S)
-        peak = tl.max(tl.load(partial_lse + first + parts, mask=parts < splits, other=-1.0e30), 0)
+        every = tl.arange(0, BLOCK_S)
+        peak = tl.max(tl.load(partial_lse + first + every, mask=every < splits, other=-1.0e30), 0)
         result = tl.zeros([BLOCK_D], tl.float32)
         total = 0.0
         for start in range(0, splits, PIECE):
@@ -183,6 +228,7 @@ def _combine_kernel(
 PROGRAMS_PER_PROCESSOR = 2
 """One multiplies while the other's block is on its way."""
 MAX_SPLITS = 128
+COMBINE_PIECE = 32
 MAX_SPLIT_TOKENS = 256
 """Short, so that rows of unequal lengths fill the last round of programs, too."""
 
@@ -279,7 +325,7 @@ def attention_decode(
         D=head_dim,
         BLOCK_D=combine_d,
         BLOCK_S=MAX_SPLITS,
-        PIECE=32,
+        PIECE=COMBINE_PIECE,
         BLOCK_N=block_n,
         WINDOW=window is not None,
         num_warps=4,

@@ -35,7 +35,7 @@ def ring_entry(k_row, u_row, g_row, j, keys, is_key, values, is_value, K: tl.con
     """(k, u, g) of entry j; k and u are zero where j is negative."""
     u = tl.load(u_row + j * V + values, mask=is_value & (values * 0 + j >= 0), other=0.0)
     k = tl.load(k_row + j * K + keys, mask=is_key & (keys * 0 + j >= 0), other=0.0)
-    return k.to(tl.float32), u, tl.load(g_row + tl.maximum(j, 0))
+    return k, u, tl.load(g_row + tl.maximum(j, 0))
 
 
 @triton.jit
@@ -59,14 +59,19 @@ def fold_ring(
     The latest entry first: exponentials are of sums of later g, never of a difference of two sums.
     """
     tile *= decay
-    # two entries at a time, so that their loads wait together
-    for i in range(0, count, 2):
-        j = count - 1 - i
-        k0, u0, g0 = ring_entry(k_row, u_row, g_row, j, keys, is_key, values, is_value, K, V)
-        k1, u1, g1 = ring_entry(k_row, u_row, g_row, j - 1, keys, is_key, values, is_value, K, V)
-        tile += (u0 * exp_exact(left))[:, None, None] * k0[None, :, :]
-        tile += (u1 * exp_exact(left + g0))[:, None, None] * k1[None, :, :]
+    # two entries at a time, so that their loads wait together, and while the two before them are added
+    j = count - 1
+    k0, u0, g0 = ring_entry(k_row, u_row, g_row, j, keys, is_key, values, is_value, K, V)
+    k1, u1, g1 = ring_entry(k_row, u_row, g_row, j - 1, keys, is_key, values, is_value, K, V)
+    for _ in range(0, count, 2):
+        j -= 2
+        k2, u2, g2 = ring_entry(k_row, u_row, g_row, j, keys, is_key, values, is_value, K, V)
+        k3, u3, g3 = ring_entry(k_row, u_row, g_row, j - 1, keys, is_key, values, is_value, K, V)
+        tile += (u0 * exp_exact(left))[:, None, None] * k0.to(tl.float32)[None, :, :]
+        tile += (u1 * exp_exact(left + g0))[:, None, None] * k1.to(tl.float32)[None, :, :]
         left += g0 + g1
+        k0, u0, g0 = k2, u2, g2
+        k1, u1, g1 = k3, u3, g3
     return tile
 
 
@@ -126,16 +131,13 @@ def _gdn_decode_replay_kernel(
     is_value = values < V
     out_pointers = out + row * HV * V + head * V + values
     index = tl.load(state_indices + row)
-    position = tl.load(positions + row)
-    count = tl.load(counts + row)
+    phase = (tl.load(positions + row) % KERNEL).to(tl.int32)
+    count = tl.load(counts + row).to(tl.int32)
     flush = tl.load(flushes + row) != 0
-    # asked together, or the compiler would load the others only once the index is there
-    if tl.minimum(tl.minimum(index, position), count) < 0:
+    if index < 0:
         store_masked(out_pointers, tl.zeros([BLOCK_V], tl.float32), is_value, MASKED)
         return
 
-    phase = (position % KERNEL).to(tl.int32)
-    count = count.to(tl.int32)
     state_row = state + index * state_stride + head * V * K
     k_row = ring_k + index * ring_k_stride + head // GROUP * WINDOW * K
     u_row = ring_u + index * ring_u_stride + head * WINDOW * V
