@@ -1,8 +1,8 @@
-"""Products of up to 64 tokens with a weight on tensor cores: the weight streams, the tokens are padded.
+"""Products of 2 to 32 tokens with a weight on tensor cores: the weight streams, the tokens are padded.
 
 Owns the tiles, and the sum over parts of K where a weight has too few rows to keep the memory busy: each part
 writes its sums, and the last one to end adds them in the order of the parts, so a result is the same every
-time. Knows nothing of layers, nor which form is the faster one.
+time. Knows nothing of layers, nor for which shapes this form is the faster one.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-MAX_TOKENS = 64
+MAX_TOKENS = 32
+LINE = 64
+"""Elements of 16 bits that one line of the L2 holds."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +26,19 @@ class SkinnyTile:
     parts: int = 1
     num_warps: int = 4
     ahead: int = 4
-    """Tiles of the weight asked into the L2 before the kernel waits for the one that writes x."""
+    """Tiles of the weight asked into the L2 before a dependent launch waits for the kernel that writes x."""
+    early: bool = False
+    """Let the next kernel start with this one's first program instead of with the end of its loops."""
 
 
 @triton.jit
-def _prefetch(at, stride, mask, lines: tl.constexpr):
-    """Ask for the first `lines` times 64 columns of rows that start at `at` into the L2. at: [rows]."""
-    for i in tl.static_range(lines):
+def _prefetch(rows_at, LINES: tl.constexpr):
+    """Ask for the first `LINES` lines of each row that starts at `rows_at` into the L2."""
+    for i in tl.static_range(LINES):
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
             "=r,l",
-            [(at + i * 64).to(tl.int64)],
+            [(rows_at + i * 64).to(tl.int64)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -47,17 +51,16 @@ def _skinny_kernel(
     weight_ptr,
     bias_ptr,
     residual_ptr,
-    norm_ptr,
     out_ptr,
     partial_ptr,
     count_ptr,
     num_tokens,
     N,
     K,
-    eps,
     x_stride,
     weight_stride,
     residual_stride,
+    out_stride,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -66,12 +69,12 @@ def _skinny_kernel(
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    NORMED: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
+    PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    if DEPENDENT:
+    if DEPENDENT and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
@@ -84,17 +87,16 @@ def _skinny_kernel(
     first = part * part_k
     last = tl.minimum(first + part_k, K)
     if DEPENDENT:
-        _prefetch(weight_ptr + held * weight_stride + first, weight_stride, rows, AHEAD * BLOCK_K // 64)
+        _prefetch(weight_ptr + held * weight_stride + first, PREFETCH)
         if GATED:
-            _prefetch(weight_ptr + (held + N) * weight_stride + first, weight_stride, rows, AHEAD * BLOCK_K // 64)
+            _prefetch(weight_ptr + (held + N) * weight_stride + first, PREFETCH)
         tl.extra.cuda.gdc_wait()
     weight_at = weight_ptr + held[:, None] * weight_stride + cols[None, :]
-    up_at = weight_at + N.to(tl.int64) * weight_stride
+    up_at = weight_ptr + (held + N)[:, None] * weight_stride + cols[None, :]
     x_at = x_ptr + tokens.to(tl.int64)[None, :] * x_stride + cols[:, None]
     token_mask = (tokens < num_tokens)[None, :]
     sums = tl.zeros([ROWS, TOKENS], tl.float32)
     up_sums = tl.zeros([ROWS, TOKENS], tl.float32)
-    squares = tl.zeros([BLOCK_K, TOKENS], tl.float32)
     for k in tl.range(first, last, BLOCK_K, num_stages=STAGES):
         if EVEN_K:
             weight = tl.load(weight_at + k, eviction_policy="evict_first")
@@ -103,11 +105,6 @@ def _skinny_kernel(
             inside = k + cols < K
             weight = tl.load(weight_at + k, inside[None, :], other=0.0, eviction_policy="evict_first")
             x = tl.load(x_at + k, token_mask & inside[:, None], other=0.0)
-        if NORMED:
-            scale = tl.load(norm_ptr + k + cols, k + cols < K, other=0.0).to(tl.float32)
-            wide = x.to(tl.float32)
-            squares += wide * wide
-            x = (wide * scale[:, None]).to(weight.dtype)
         sums = tl.dot(weight, x, sums)
         if GATED:
             if EVEN_K:
@@ -115,14 +112,15 @@ def _skinny_kernel(
             else:
                 up = tl.load(up_at + k, (k + cols < K)[None, :], other=0.0, eviction_policy="evict_first")
             up_sums = tl.dot(up, x, up_sums)
+    if DEPENDENT and not EARLY:
+        # not before: all programs run at once, and the next kernel's would crowd where the first ones end
+        tl.extra.cuda.gdc_launch_dependents()
     if PARTS > 1:
-        at = (tl.arange(0, ROWS)[:, None] * TOKENS) + tokens[None, :]
-        mine = partial_ptr + (block * PARTS + part).to(tl.int64) * (ROWS * TOKENS)
-        tl.store(mine + at, sums)
+        at = tl.arange(0, ROWS)[:, None] * TOKENS + tokens[None, :]
+        tl.store(partial_ptr + (block * PARTS + part).to(tl.int64) * (ROWS * TOKENS) + at, sums)
         # all threads' sums are written before one thread counts this part
         tl.debug_barrier()
-        ended = tl.atomic_add(count_ptr + block, 1, sem="acq_rel", scope="gpu")
-        if ended < PARTS - 1:
+        if tl.atomic_add(count_ptr + block, 1, sem="acq_rel", scope="gpu") < PARTS - 1:
             return
         sums = tl.zeros([ROWS, TOKENS], tl.float32)
         for i in tl.static_range(PARTS):
@@ -130,10 +128,6 @@ def _skinny_kernel(
             sums += tl.load(other + at, cache_modifier=".cg")
         tl.store(count_ptr + block, 0)
     y = sums
-    if NORMED:
-        norm = tl.rsqrt(tl.sum(squares, 0) / K + eps)[None, :]
-        y *= norm
-        up_sums *= norm
     if GATED:
         y = y / (1 + tl.exp(-y)) * up_sums
     if HAS_BIAS:
@@ -142,68 +136,75 @@ def _skinny_kernel(
     if HAS_RESIDUAL:
         at = tokens.to(tl.int64)[None, :] * residual_stride + rows[:, None]
         y += tl.load(residual_ptr + at, mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + tokens.to(tl.int64)[None, :] * N + rows[:, None], y.to(out_ptr.dtype.element_ty), mask)
+    at = tokens.to(tl.int64)[None, :] * out_stride + rows[:, None]
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask)
 
 
-_workspaces: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+_workspaces: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
 
 def _workspace(device: torch.device, sums: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(fp32 sums of parts, int32 counts that are 0 between launches); kept, as graphs hold their addresses."""
-    held = _workspaces.get(device)
-    if held is None or held[0].numel() < sums or held[1].numel() < blocks:
-        sums, blocks = max(sums, 1 << 22), max(blocks, 1 << 12)
-        counts = torch.zeros(blocks, dtype=torch.int32, device=device)
-        _workspaces[device] = torch.empty(sums, dtype=torch.float32, device=device), counts
-    return _workspaces[device]
+    """(fp32 sums of parts, int32 counts that are 0 between launches), shared by all launches of a device.
+
+    Those launches must therefore follow one another, in one stream or by events. A larger pair does not
+    replace a smaller one, whose addresses captured graphs hold.
+    """
+    held = _workspaces.setdefault(device, [])
+    for partial, counts in held:
+        if partial.numel() >= sums and counts.numel() >= blocks:
+            return partial, counts
+    # room for 264 programs of 64 rows x 32 tokens
+    partial = torch.empty(max(sums, 1 << 20), dtype=torch.float32, device=device)
+    held.append((partial, torch.zeros(max(blocks, 1 << 10), dtype=torch.int32, device=device)))
+    return held[-1]
 
 
 def skinny(
     x: torch.Tensor,
     weight: torch.Tensor,
+    out: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
     gated: bool = False,
     dependent: bool = False,
-    out_dtype: torch.dtype | None = None,
     tile: SkinnyTile | None = None,
-) -> torch.Tensor:
-    """x W^T (+ bias) (+ residual) of 1 to 64 tokens, summed in fp32. Arguments as those of `gemv`.
+) -> None:
+    """out = x W^T (+ bias) (+ residual) of 1 to 32 tokens, summed in fp32 and rounded once.
 
-    With `norm_weight`, x times the weight is rounded to its dtype before the product, as the output of a norm is.
+    x: [T, K]. weight: [N, K] in the dtype of x. bias: [N]. residual, out: [T, N]. Last axes dense; out in any
+        float dtype.
+    gated: weight is [2N, K], rows of gate first, and out = silu(gate) * up.
+    dependent: launch before the kernel ahead in the stream has ended (programmatic dependent launch).
     """
-    tokens, k = x.shape
-    n = weight.shape[0] // 2 if gated else weight.shape[0]
-    out = torch.empty(tokens, n, dtype=out_dtype or x.dtype, device=x.device)
-    tile = tile or SkinnyTile()
+    (tokens, k), rows = x.shape, out.shape[1]
+    assert tokens <= MAX_TOKENS and out.shape[0] == tokens and weight.shape == ((2 if gated else 1) * rows, k)
+    assert x.stride(1) == weight.stride(1) == out.stride(1) == 1 and weight.dtype == x.dtype
+    assert residual is None or (residual.shape == out.shape and residual.stride(1) == 1)
     if not tokens:
-        return out
+        return
+    tile = tile or SkinnyTile()
     padded = max(16, triton.next_power_of_2(tokens))
-    blocks = triton.cdiv(n, tile.rows)
+    blocks = triton.cdiv(rows, tile.rows)
     partial, counts = out, out
     if tile.parts > 1:
-        assert not gated and norm_weight is None
+        assert not gated, "the gate needs whole sums"
         partial, counts = _workspace(x.device, blocks * tile.parts * tile.rows * padded, blocks)
-    options = {"launch_pdl": True} if dependent else {}
     _skinny_kernel[(blocks * tile.parts,)](
         x,
         weight,
         weight if bias is None else bias,
         x if residual is None else residual,
-        x if norm_weight is None else norm_weight,
         out,
         partial,
         counts,
         tokens,
-        n,
+        rows,
         k,
-        eps,
         x.stride(0),
         weight.stride(0),
         0 if residual is None else residual.stride(0),
+        out.stride(0),
         TOKENS=padded,
         ROWS=tile.rows,
         BLOCK_K=tile.columns,
@@ -212,11 +213,10 @@ def skinny(
         GATED=gated,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
-        NORMED=norm_weight is not None,
         DEPENDENT=dependent,
-        AHEAD=tile.ahead,
+        EARLY=tile.early,
+        PREFETCH=tile.ahead * tile.columns // LINE if dependent else 0,
         STAGES=tile.stages,
         num_warps=tile.num_warps,
-        **options,
+        **({"launch_pdl": True} if dependent else {}),
     )
-    return out
