@@ -5,15 +5,12 @@ A choice depends on T and on the weight's shape, never on values, so it is fixed
 
 import torch
 
-from hybridserve.kernels.linear.triton_gemv import GemvTile
 from hybridserve.kernels.linear.triton_skinny import MAX_TOKENS, SkinnyTile
 
 MIN_WEIGHT_SIZE = 1 << 22
 """Elements; products with smaller weights were not measured."""
 SLOTS = 264
 """Programs of `SkinnyTile` that run at once: two on each of 132 multiprocessors."""
-GEMV_SLOTS = 1188
-"""Programs of four rows that run at once: nine on each."""
 
 
 def takes_triton(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -29,15 +26,12 @@ def takes_triton(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def gemv_tile(rows: int) -> GemvTile:
-    """For `rows` rows of a weight: small tiles where all of them run at once."""
-    return GemvTile(rows=4 if rows <= 4 * GEMV_SLOTS else 8)
-
-
 def skinny_tile(rows: int, columns: int) -> SkinnyTile:
-    """For a weight [rows, columns]: parts of K where there are too few rows, of 2,048 columns at least."""
-    parts = min(SLOTS // -(-rows // 64), columns // 2048)
-    return SkinnyTile(parts=max(parts, 1))
+    """For a weight [rows, columns]: up to 4 parts of 2,048 columns at least, as long as all run at once."""
+    parts = 1
+    while parts < 4 and -(-rows // 64) * parts * 2 <= SLOTS and columns >= 2048 * parts * 2:
+        parts *= 2
+    return SkinnyTile(parts=parts)
 
 
 def gated_tile(rows: int) -> SkinnyTile:

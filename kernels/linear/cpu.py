@@ -1,4 +1,4 @@
-"""Products with a weight in plain PyTorch: the CPU's path, and a GPU's where a library's kernels are faster."""
+"""Products with a weight in plain PyTorch: the CPU's path, and a GPU's where its library is faster."""
 
 import torch
 import torch.nn.functional as F

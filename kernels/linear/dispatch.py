@@ -19,20 +19,18 @@ def linear(
     """x W^T (+ bias) (+ residual), summed in fp32 on a GPU. A row of the result depends on no other row of x.
 
     x: [T, K]. weight: [N, K]. bias: [N]. residual: [T, N]. All of one dtype, last axes dense.
-    out: [T, N] to write to; excludes bias and residual. out_dtype: fp32, then without bias and residual, or
-        that of x.
+    out: [T, N] to write to. out_dtype: that of x, or fp32. Both exclude bias and residual.
     consume_residual: the residual is not needed afterwards and may be overwritten, even be what is returned.
     dependent: a decode product may read its weight before the kernels ahead of it in the stream have ended
         (programmatic dependent launch). For weights that were complete before those kernels were launched.
 
     Raises:
-        ValueError: shapes do not match, or `out`, `out_dtype`, bias and residual are mixed as said above.
+        ValueError: shapes or dtypes do not match, or bias or residual comes with `out` or `out_dtype`.
     """
     rows = weight.shape[0]
     _check(x, weight, bias, residual, out)
-    wide = out_dtype == torch.float32 and x.dtype != torch.float32
-    if (wide or out is not None) and (bias is not None or residual is not None):
-        raise ValueError("out and out_dtype=torch.float32 take neither bias nor residual")
+    if (out_dtype is not None or out is not None) and (bias is not None or residual is not None):
+        raise ValueError(f"out and out_dtype take neither bias nor residual, got out_dtype={out_dtype}")
     if out_dtype not in (None, x.dtype, torch.float32):
         raise ValueError(f"out_dtype must be that of x ({x.dtype}) or torch.float32, got {out_dtype}")
     if out is not None and out.dtype != (out_dtype or x.dtype):
@@ -41,13 +39,14 @@ def linear(
         from hybridserve.kernels.linear import choice, triton_gemv, triton_skinny
 
         if choice.takes_triton(x, weight):
+            if out is None:
+                out = torch.empty(x.shape[0], rows, dtype=out_dtype or x.dtype, device=x.device)
+            added = {"bias": bias, "residual": residual, "dependent": dependent}
             if x.shape[0] == 1:
-                run, tile = triton_gemv.gemv, choice.gemv_tile(rows)
+                triton_gemv.gemv(x, weight, out, **added)
             else:
-                run, tile = triton_skinny.skinny, choice.skinny_tile(rows, weight.shape[1])
-            y = torch.empty(x.shape[0], rows, dtype=out_dtype or x.dtype, device=x.device) if out is None else out
-            run(x, weight, y, bias=bias, residual=residual, dependent=dependent, tile=tile)
-            return y
+                triton_skinny.skinny(x, weight, out, **added, tile=choice.skinny_tile(*weight.shape))
+            return out
     if out_dtype == torch.float32:
         return cpu.linear_fp32(x, weight, out)
     if out is not None:
@@ -56,7 +55,7 @@ def linear(
 
 
 def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor, *, dependent: bool = False) -> torch.Tensor:
-    """silu(x G^T) * (x U^T), where weight [2I, K] is G over U: x [T, K] -> [T, I]. `dependent` as in `linear`.
+    """silu(x G^T) * (x U^T), where weight [2I, K] is G over U: [T, K] -> [T, I]. `dependent` as in `linear`.
 
     Raises:
         ValueError: shapes do not match, or the weight has an odd number of rows.
@@ -69,13 +68,13 @@ def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor, *, dependent: boo
 
         if choice.takes_triton(x, weight):
             rows = weight.shape[0] // 2
-            y = torch.empty(x.shape[0], rows, dtype=x.dtype, device=x.device)
+            out = torch.empty(x.shape[0], rows, dtype=x.dtype, device=x.device)
+            how = {"gated": True, "dependent": dependent}
             if x.shape[0] == 1:
-                run, tile = triton_gemv.gemv, choice.gemv_tile(weight.shape[0])
+                triton_gemv.gemv(x, weight, out, **how)
             else:
-                run, tile = triton_skinny.skinny, choice.gated_tile(rows)
-            run(x, weight, y, gated=True, dependent=dependent, tile=tile)
-            return y
+                triton_skinny.skinny(x, weight, out, **how, tile=choice.gated_tile(rows))
+            return out
     return cpu.linear_silu_and_mul(x, weight)
 
 

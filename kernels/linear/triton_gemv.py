@@ -1,8 +1,8 @@
 """The product of one token with a weight, without tensor cores: one program a few rows of the weight.
 
 Owns how the weight streams. Every program loads its first tile before it waits for the kernel that writes x,
-so with programmatic dependent launch the memory is busy while that kernel drains. Knows nothing of layers, nor
-for which shapes this form is the faster one.
+so with programmatic dependent launch the memory is busy while that kernel drains. Knows nothing of layers,
+nor for which shapes this form is the faster one.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,6 @@ class GemvTile:
     rows: int = 8
     columns: int = 1024
     num_warps: int = 4
-    registers: int | None = 80
-    """Of a thread, at most: 16 fewer than the compiler takes, without spills, so more programs run at once."""
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -117,6 +115,5 @@ def gemv(
         HAS_RESIDUAL=residual is not None,
         DEPENDENT=dependent,
         num_warps=tile.num_warps,
-        maxnreg=tile.registers,
         **({"launch_pdl": True} if dependent else {}),
     )

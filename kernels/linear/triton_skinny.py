@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 
 MAX_TOKENS = 32
-LINE = 64
-"""Elements of 16 bits that one line of the L2 holds."""
 
 
 @dataclass(frozen=True)
@@ -25,24 +23,6 @@ class SkinnyTile:
     stages: int = 4
     parts: int = 1
     num_warps: int = 4
-    ahead: int = 4
-    """Tiles of the weight asked into the L2 before a dependent launch waits for the kernel that writes x."""
-    early: bool = False
-    """Let the next kernel start with this one's first program instead of with the end of its loops."""
-
-
-@triton.jit
-def _prefetch(rows_at, LINES: tl.constexpr):
-    """Ask for the first `LINES` lines of each row that starts at `rows_at` into the L2."""
-    for i in tl.static_range(LINES):
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [(rows_at + i * 64).to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit(do_not_specialize=["num_tokens", "N"])
@@ -70,12 +50,8 @@ def _skinny_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    EARLY: tl.constexpr,
-    PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    if DEPENDENT and EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     rows = block * ROWS + tl.arange(0, ROWS)
@@ -87,9 +63,6 @@ def _skinny_kernel(
     first = part * part_k
     last = tl.minimum(first + part_k, K)
     if DEPENDENT:
-        _prefetch(weight_ptr + held * weight_stride + first, PREFETCH)
-        if GATED:
-            _prefetch(weight_ptr + (held + N) * weight_stride + first, PREFETCH)
         tl.extra.cuda.gdc_wait()
     weight_at = weight_ptr + held[:, None] * weight_stride + cols[None, :]
     up_at = weight_ptr + (held + N)[:, None] * weight_stride + cols[None, :]
@@ -112,7 +85,7 @@ def _skinny_kernel(
             else:
                 up = tl.load(up_at + k, (k + cols < K)[None, :], other=0.0, eviction_policy="evict_first")
             up_sums = tl.dot(up, x, up_sums)
-    if DEPENDENT and not EARLY:
+    if DEPENDENT:
         # not before: all programs run at once, and the next kernel's would crowd where the first ones end
         tl.extra.cuda.gdc_launch_dependents()
     if PARTS > 1:
@@ -153,6 +126,8 @@ def _workspace(device: torch.device, sums: int, blocks: int) -> tuple[torch.Tens
     for partial, counts in held:
         if partial.numel() >= sums and counts.numel() >= blocks:
             return partial, counts
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the first product in parts must run before a CUDA graph is captured")
     # room for 264 programs of 64 rows x 32 tokens
     partial = torch.empty(max(sums, 1 << 20), dtype=torch.float32, device=device)
     held.append((partial, torch.zeros(max(blocks, 1 << 10), dtype=torch.int32, device=device)))
@@ -214,8 +189,6 @@ def skinny(
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         DEPENDENT=dependent,
-        EARLY=tile.early,
-        PREFETCH=tile.ahead * tile.columns // LINE if dependent else 0,
         STAGES=tile.stages,
         num_warps=tile.num_warps,
         **({"launch_pdl": True} if dependent else {}),

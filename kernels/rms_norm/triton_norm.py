@@ -103,6 +103,7 @@ def rms_norm(
     """x [..., D] normalised over D and multiplied by 1 + weight (`zero_centered`) or by weight [D].
 
     x: bf16, fp16 or fp32, the last axis dense; beyond three axes contiguous. weight: any float dtype.
+    dependent: launch before the kernel ahead in the stream has ended (programmatic dependent launch).
     Returns a contiguous tensor in the dtype of x, computed in fp32.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from hybridserve.kernels.linear import linear
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.weights.parameter import Cut, ShardedParameter
@@ -73,7 +74,7 @@ class ParallelLMHead(Layer):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [R, hidden_size]. Returns fp32 [R, vocab_size] on every rank."""
-        logits = F.linear(hidden, self.weight).float()
+        logits = linear(hidden, self.weight, out_dtype=torch.float32, dependent=True)
         if self.group.size == 1:
             return logits
         # ranks gather equal widths; the padding lies past the vocabulary's end and is cut off
