@@ -171,7 +171,7 @@ def test_2000_random_requests_leave_the_arena_empty(demo_model):
 
 
 def test_a_poisoned_state_fails_its_request_alone(demo_model, prompts):
-    """NaN in a unit: its request ends with an error; neighbours and the next users of its memory are untouched."""
+    """NaN in a unit: its request ends with an error; neighbours and its memory's next users are untouched."""
     engine = build(demo_model, "cuda", "float32")
     clean = run(engine, prompts, greedy())
     for name, prompt in prompts.items():
