@@ -37,7 +37,7 @@ def test_every_row_is_measured_and_kept(script: Path, demo_model: Path, tmp_path
     assert capacity["value"] * 16 > 32
     assert rows["inter-token p99"]["goal"]["ours"] > 0 and "verdict" in rows["inter-token p99"]
     for profile in found["profiles"].values():
-        assert {"linear_attn", "self_attn", "mlp", "lm_head"} <= set(profile["parts_ms"])
+        assert {"linear_attn.mix", "self_attn.project_in", "mlp", "lm_head"} <= set(profile["parts_ms"])
     assert set(found["profiles"]) == {"profile of a decode step", "profile of a prefill"}
     for name in rows:
         assert name in done.stdout
@@ -49,8 +49,6 @@ def test_what_it_refuses(script: Path) -> None:
 
     wrong = run("--shape", "no-such")
     assert wrong.returncode == 2 and "'no-such' is no path and none of qwen3-next-80b-a3b, " in wrong.stderr
-    none = run("--shape", "27b", "--only", "no such row")
-    assert none.returncode == 2 and "matches no row" in none.stderr
     listed = run("--shape", "27b", "--list", "--only", "TPOT 32")
     assert listed.stdout.split("\n") == ["TPOT 32", "TPOT 32 at 2048", ""]
 

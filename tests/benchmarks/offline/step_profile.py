@@ -1,6 +1,6 @@
 """Where the time of a step goes: by part of the model and by kernel, from torch's profiler.
 
-Parts are marked by wrapping the calls of the modules' classes while a profile is taken, as the model's layers
+Parts are marked by wrapping methods of the modules' classes while a profile is taken, as the model's layers
 take no hooks. A captured graph has no parts, so profiled steps run without graphs: kernels take the time they
 take there, gaps between them do not. On a CPU there are no kernels, and a part's time is its call's.
 """
@@ -23,6 +23,8 @@ from torch import nn
 import hybridserve.kernels
 
 MARK = "part: "
+METHODS = ("__call__", "project_in", "mix", "project_out")
+"""Of a part: a mixer has the last three."""
 REST = "sampling, feedback and the rest"
 KINDS = (
     ("library GEMM", r"gemm|nvjet|cutlass|xmma|splitK|cublas"),
@@ -47,9 +49,10 @@ def profile_decode(s: Session, batch: int, length: int) -> dict[str, Any]:
 
 def profile_prefill(s: Session, length: int) -> dict[str, Any]:
     """The steps of one prompt of `length` tokens."""
-    s.generate([s.prompt(length)], greedy(1))
     prompt = s.prompt(length)
-    return _profiled(s, lambda: s.generate([prompt], greedy(1)))
+    with _without_graphs(s):
+        s.generate([s.prompt(length)], greedy(1))
+        return _profiled(s, lambda: s.generate([prompt], greedy(1)))
 
 
 def _profiled(s: Session, call: Callable[[], object]) -> dict[str, Any]:
@@ -69,41 +72,44 @@ def _profiled(s: Session, call: Callable[[], object]) -> dict[str, Any]:
 @contextmanager
 def _without_graphs(s: Session) -> Iterator[None]:
     runner = s.engine._executor
-    graphs, runner._graphs = runner._graphs, None
+    graphs, pieces, runner._graphs, runner._pieces = runner._graphs, runner._pieces, None, None
     try:
         yield
     finally:
-        runner._graphs = graphs
+        runner._graphs, runner._pieces = graphs, pieces
 
 
 @contextmanager
 def _marked(model: nn.Module) -> Iterator[None]:
     """Calls of the modules just below a decoder layer, and of those outside all layers, are named ranges."""
-    replaced: dict[type, object] = {}
+    parts = {
+        id(module): match[1]
+        for name, module in model.named_modules()
+        if (match := re.fullmatch(r"(?:model\.)?(?:layers\.\d+\.)?([a-z]\w+)", name))
+        and match[1] not in ("model", "layers")
+    }
+    own: list[tuple[type, str, object]] = []
     try:
-        for name, module in model.named_modules():
-            part = re.fullmatch(r"(?:model\.)?(?:layers\.\d+\.)?(\w+)", name)
-            if part is None or part[1] in ("model", "layers") or type(module) in replaced:
-                continue
-            replaced[type(module)] = type(module).__dict__.get("__call__")
-            type(module).__call__ = _named_call(type(module).__call__, _parts_of(model, type(module)))
+        for cls in {type(module) for module in model.modules() if id(module) in parts}:
+            for method in METHODS:
+                if hasattr(cls, method):
+                    own.append((cls, method, cls.__dict__.get(method)))
+                    setattr(cls, method, _named_call(getattr(cls, method), method, parts))
         yield
     finally:
-        for cls, call in replaced.items():
-            if call is None:
-                del cls.__call__
+        for cls, method, was in own:
+            if was is None:
+                delattr(cls, method)
             else:
-                cls.__call__ = call
+                setattr(cls, method, was)
 
 
-def _parts_of(model: nn.Module, cls: type) -> dict[int, str]:
-    """id of every module of the class -> the last part of its name."""
-    return {id(m): name.rpartition(".")[2] for name, m in model.named_modules() if type(m) is cls}
-
-
-def _named_call(call: Callable[..., Any], parts: dict[int, str]) -> Callable[..., Any]:
+def _named_call(call: Callable[..., Any], method: str, parts: dict[int, str]) -> Callable[..., Any]:
     def named(self: nn.Module, *args: Any, **options: Any) -> Any:
-        with torch.profiler.record_function(MARK + parts.get(id(self), type(self).__name__)):
+        if id(self) not in parts:
+            return call(self, *args, **options)
+        part = parts[id(self)] if method == "__call__" else f"{parts[id(self)]}.{method}"
+        with torch.profiler.record_function(MARK + part):
             return call(self, *args, **options)
 
     return named
