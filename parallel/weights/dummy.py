@@ -18,6 +18,11 @@ def _weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, generator=generator) / math.sqrt(fan_in)
 
 
+def _stacked_weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Matrices [..., rows, columns], each as `_weight` draws one."""
+    return torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
+
+
 def _embedding(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, generator=generator) * 0.02
 
@@ -46,6 +51,7 @@ def _dt_bias(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor
 
 DISTRIBUTIONS: dict[str, Callable[[tuple[int, ...], torch.Generator], torch.Tensor]] = {
     "weight": _weight,
+    "stacked_weight": _stacked_weight,
     "embedding": _embedding,
     "bias": _small,
     "norm_around_zero": _small,

@@ -4,7 +4,7 @@ Owns cutting: a layer says how its parameter is made up, the parameter then load
 files (it reads through `TensorSource`) and nothing of models.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,7 +67,18 @@ def head_ranges(heads: Iterable[int], stride: int, width: int, base: int = 0) ->
     return tuple(ranges)
 
 
-class ShardedParameter(nn.Parameter):
+class LoadedParameter(nn.Parameter):
+    """Frozen weights that know which checkpoint tensors fill them."""
+
+    def parts(self, name: str) -> Iterator[tuple[str, "ShardedParameter", str]]:
+        """(tensor's name, what it fills, which section of that), where `name` is the parameter's own.
+
+        Names are the model's; the loader renames them to the checkpoint's.
+        """
+        raise NotImplementedError
+
+
+class ShardedParameter(LoadedParameter):
     """Frozen weights of one shard, made of the cuts of one or more checkpoint tensors along one dimension.
 
     `sections` maps the name of a checkpoint module (its last part: "q_proj") to its cut, in the parameter's
@@ -97,6 +108,13 @@ class ShardedParameter(nn.Parameter):
         self.sections = dict(sections)
         self.dim, self.squeeze, self.shift, self.init = dim, squeeze, shift, init
         return self
+
+    def parts(self, name: str) -> Iterator[tuple[str, "ShardedParameter", str]]:
+        """A parameter `a.b.qkv_proj.weight` with sections q_proj, k_proj, v_proj is filled from
+        `a.b.q_proj.weight` and so on; one with the section "" from its own name."""
+        path = name.split(".")
+        for section in self.sections:
+            yield ".".join([*path[:-2], section, path[-1]]) if section else name, self, section
 
     def checkpoint_shape(self, section: str) -> tuple[int, ...]:
         """The shape that the checkpoint's tensor must have."""

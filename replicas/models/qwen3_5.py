@@ -1,6 +1,6 @@
-"""Qwen3.5, the dense text model: Gated DeltaNet layers, with full attention in between.
+"""Qwen3.5, Qwen3.5-MoE and Qwen3-Next, text only: Gated DeltaNet layers, with full attention in between.
 
-Reads like the architecture; what a mixer computes is in its own file, how weights are cut in `parallel/`.
+They differ in what the config says: experts or a dense MLP, and how the checkpoint stores weights. Reads like the architecture; what a mixer computes is in its own file, how weights are cut in `parallel/`.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,9 @@ from hybridserve.replicas.models.batch import LayerCache, StepBatch
 from hybridserve.replicas.models.full_attention import FullAttention
 from hybridserve.replicas.models.gated_delta_net import GatedDeltaNet
 from hybridserve.replicas.models.mlp import GatedMLP
+from hybridserve.replicas.models.moe import SparseMoE
 from hybridserve.replicas.models.norm import ZeroCentredRMSNorm
-from hybridserve.replicas.models.specs import FullAttentionSpec, LinearAttentionSpec, MixerSpec, ModelConfig
+from hybridserve.replicas.models.specs import FullAttentionSpec, LinearAttentionSpec, ModelConfig
 from hybridserve.replicas.models.step import StepContext, split_phases
 
 MODEL_PREFIX = "model."
@@ -32,20 +33,24 @@ class Qwen3_5DecoderLayer(Layer):
     def __init__(
         self,
         config: ModelConfig,
-        spec: MixerSpec,
+        layer: int,
         group: TensorParallelGroup,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
+        spec, moe = config.mixers[layer], config.moe_of(layer)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.is_linear = isinstance(spec, LinearAttentionSpec)
         if self.is_linear:
             self.linear_attn = GatedDeltaNet(spec, size, eps, group, dtype=dtype, device=device)
         else:
             self.self_attn = FullAttention(spec, size, eps, group, dtype=dtype, device=device)
-        self.mlp = GatedMLP(size, config.intermediate_size, group, dtype=dtype, device=device)
+        if moe is None:
+            self.mlp = GatedMLP(size, config.intermediate_size, group, dtype=dtype, device=device)
+        else:
+            self.mlp = SparseMoE(moe, size, group, dtype=dtype, device=device)
         self.input_layernorm = ZeroCentredRMSNorm(size, eps, device=device)
         self.post_attention_layernorm = ZeroCentredRMSNorm(size, eps, device=device)
 
@@ -67,7 +72,8 @@ class Qwen3_5Model(Layer):
             config.vocab_size, config.hidden_size, group, dtype=dtype, device=device
         )
         self.layers = nn.ModuleList(
-            Qwen3_5DecoderLayer(config, spec, group, dtype=dtype, device=device) for spec in config.mixers
+            Qwen3_5DecoderLayer(config, layer, group, dtype=dtype, device=device)
+            for layer in range(config.num_layers)
         )
         self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps, device=device)
         self.attention_spec = next((m for m in config.mixers if isinstance(m, FullAttentionSpec)), None)

@@ -1,0 +1,233 @@
+"""Experts of many tokens on the GPU: two products grouped by expert, and a sum over each token's choices.
+
+A program computes one tile of rows of one expert (see `triton_sort`). Rows of a product do not depend on one
+another and the sum has a fixed order, so a token's bits do not depend on where its rows were sorted to.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from hybridserve.kernels.moe.triton_sort import sort_by_expert
+
+UNALIGNED = ["num_tiles_ptr", "experts_ptr", "starts_ptr", "rows_ptr", "choices_ptr"]
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _gate_up_kernel(
+    x_ptr,
+    w13_ptr,
+    act_ptr,
+    num_tiles_ptr,
+    experts_ptr,
+    starts_ptr,
+    rows_ptr,
+    choices_ptr,
+    x_stride,
+    H: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """act of the sorted rows, [T * S, I]: silu(gate) * up of BLOCK_N channels."""
+    blocks: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    tile = tl.program_id(0) // blocks
+    if tile < tl.load(num_tiles_ptr):
+        expert = tl.load(experts_ptr + tile).to(tl.int64)
+        start = tl.load(starts_ptr + tile).to(tl.int64)
+        row = tl.arange(0, BLOCK_M)
+        mask = row < tl.load(rows_ptr + tile)
+        # rows past the tile's compute the first again, and are not stored
+        choices = tl.load(choices_ptr + start + tl.where(mask, row, 0))
+        channels = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+        inner = tl.arange(0, BLOCK_K)
+        x_at = x_ptr + (choices // SLOTS).to(tl.int64)[:, None] * x_stride + inner[None, :]
+        w_at = w13_ptr + expert * (2 * I * H) + channels[None, :] * H + inner[:, None]
+        gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        for k in range(0, H, BLOCK_K):
+            if H % BLOCK_K == 0 and I % BLOCK_N == 0:
+                x = tl.load(x_at + k)
+                w_gate = tl.load(w_at + k)
+                w_up = tl.load(w_at + I * H + k)
+            else:
+                inside = inner < H - k
+                w_mask = inside[:, None] & (channels < I)[None, :]
+                x = tl.load(x_at + k, inside[None, :], other=0.0)
+                w_gate = tl.load(w_at + k, w_mask, other=0.0)
+                w_up = tl.load(w_at + I * H + k, w_mask, other=0.0)
+            gate = tl.dot(x, w_gate, gate, input_precision=PRECISION)
+            up = tl.dot(x, w_up, up, input_precision=PRECISION)
+        act = gate / (1 + tl.exp(-gate)) * up
+        out = act_ptr + (start + row)[:, None] * I + channels[None, :]
+        tl.store(out, act.to(act_ptr.dtype.element_ty), mask[:, None] & (channels < I)[None, :])
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _down_kernel(
+    act_ptr,
+    w2_ptr,
+    y_ptr,
+    num_tiles_ptr,
+    experts_ptr,
+    starts_ptr,
+    rows_ptr,
+    choices_ptr,
+    H: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """y of the choices in their own order, [T * S, H]: w2 act, BLOCK_N channels of it."""
+    blocks: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
+    tile = tl.program_id(0) // blocks
+    if tile < tl.load(num_tiles_ptr):
+        expert = tl.load(experts_ptr + tile).to(tl.int64)
+        start = tl.load(starts_ptr + tile).to(tl.int64)
+        row = tl.arange(0, BLOCK_M)
+        mask = row < tl.load(rows_ptr + tile)
+        channels = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+        inner = tl.arange(0, BLOCK_K)
+        act_at = act_ptr + (start + tl.where(mask, row, 0))[:, None] * I + inner[None, :]
+        w_at = w2_ptr + expert * (H * I) + channels[None, :] * I + inner[:, None]
+        y = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        for k in range(0, I, BLOCK_K):
+            if I % BLOCK_K == 0 and H % BLOCK_N == 0:
+                act = tl.load(act_at + k)
+                w = tl.load(w_at + k)
+            else:
+                inside = inner < I - k
+                act = tl.load(act_at + k, inside[None, :], other=0.0)
+                w = tl.load(w_at + k, inside[:, None] & (channels < H)[None, :], other=0.0)
+            y = tl.dot(act, w, y, input_precision=PRECISION)
+        choices = tl.load(choices_ptr + start + row, mask, other=0).to(tl.int64)
+        out = y_ptr + choices[:, None] * H + channels[None, :]
+        tl.store(out, y.to(y_ptr.dtype.element_ty), mask[:, None] & (channels < H)[None, :])
+
+
+@triton.jit
+def _combine_kernel(
+    y_ptr,
+    weights_ptr,
+    ids_ptr,
+    residual_ptr,
+    out_ptr,
+    residual_stride,
+    H: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    """residual + the weighted sum of a token's choices, slot by slot."""
+    blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+    acc = tl.zeros([BLOCK_H], dtype=tl.float32)
+    if HAS_RESIDUAL:
+        acc = tl.load(residual_ptr + token * residual_stride + cols, cols < H, other=0.0).to(tl.float32)
+    for slot in tl.static_range(SLOTS):
+        choice = token * SLOTS + slot
+        chosen = tl.load(ids_ptr + choice) >= 0
+        y = tl.load(y_ptr + choice * H + cols, (cols < H) & chosen, other=0.0).to(tl.float32)
+        acc += y * tl.load(weights_ptr + choice)
+    tl.store(out_ptr + token * H + cols, acc.to(out_ptr.dtype.element_ty), cols < H)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile sizes of 16-bit operands; inner blocks are halved for fp32."""
+
+    block_m: int
+    up: tuple[int, int, int, int]
+    """BLOCK_N (of gate and of up), BLOCK_K, warps, stages."""
+    down: tuple[int, int, int, int]
+
+
+# by how many choices an expert has on average: up to 8, up to 32, more
+STREAM = Config(16, up=(64, 128, 4, 3), down=(128, 128, 4, 3))
+MIDDLE = Config(32, up=(64, 128, 4, 3), down=(128, 128, 4, 3))
+DENSE = Config(64, up=(128, 64, 4, 3), down=(128, 64, 4, 4))
+COMBINE_BLOCK = 1024
+
+
+def choose_config(choices: int, num_experts: int) -> Config:
+    """Tiles of about an expert's rows: larger ones compute rows that are not there, smaller ones read weights
+    again."""
+    average = choices / num_experts
+    return STREAM if average <= 8 else MIDDLE if average <= 32 else DENSE
+
+
+def moe_experts_grouped(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    residual: torch.Tensor | None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """As `dispatch.moe_experts`, for any number of tokens."""
+    tokens, hidden = x.shape
+    (experts, _, size), slots = w2.shape, ids.shape[1]
+    config = config or choose_config(ids.numel(), experts)
+    tiles = sort_by_expert(ids, experts, config.block_m)
+    described = (tiles.num_tiles, tiles.experts, tiles.starts, tiles.rows, tiles.choices)
+    act = torch.empty(tokens * slots, size, dtype=x.dtype, device=x.device)
+    y = torch.empty(tokens * slots, hidden, dtype=x.dtype, device=x.device)
+    out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
+    precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    block_n, block_k, num_warps, num_stages = config.up
+    _gate_up_kernel[(tiles.max_tiles * triton.cdiv(size, block_n),)](
+        x,
+        w13,
+        act,
+        *described,
+        x.stride(0),
+        H=hidden,
+        I=size,
+        SLOTS=slots,
+        BLOCK_M=config.block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k * 2 // x.dtype.itemsize,
+        PRECISION=precision,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    block_n, block_k, num_warps, num_stages = config.down
+    _down_kernel[(tiles.max_tiles * triton.cdiv(hidden, block_n),)](
+        act,
+        w2,
+        y,
+        *described,
+        H=hidden,
+        I=size,
+        BLOCK_M=config.block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k * 2 // x.dtype.itemsize,
+        PRECISION=precision,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    own = x if residual is None else residual
+    block_h = min(COMBINE_BLOCK, triton.next_power_of_2(hidden))
+    _combine_kernel[(tokens * triton.cdiv(hidden, block_h),)](
+        y,
+        weights,
+        ids,
+        own,
+        out,
+        own.stride(0),
+        H=hidden,
+        SLOTS=slots,
+        BLOCK_H=block_h,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=4,
+    )
+    return out
