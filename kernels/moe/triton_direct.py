@@ -1,5 +1,6 @@
 """Experts of few tokens on the GPU, without a sort: two launches that stream each choice's weights once.
 
+Where the GPU can, each launch begins while the one before ends, and waits for it before it reads anything.
 The first computes silu(gate) * up of every (token, slot), the second every output row, summed over the slots
 in their order, with the residual. A token's result does not depend on the tokens beside it.
 """
@@ -8,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from hybridserve.kernels.moe.hopper import has_dependent_launches
 
 
 @triton.jit
@@ -39,8 +42,12 @@ def _gate_up_kernel(
         for start in tl.static_range(0, H, BLOCK_H):
             cols = start + tl.arange(0, BLOCK_H)
             mask = (rows < I)[:, None] & (cols < H)[None, :]
-            w_gate = tl.load(gate_rows + cols[None, :], mask, other=0.0).to(tl.float32)
-            w_up = tl.load(gate_rows + I * H + cols[None, :], mask, other=0.0).to(tl.float32)
+            w_gate = tl.load(gate_rows + cols[None, :], mask, other=0.0, eviction_policy="evict_first").to(
+                tl.float32
+            )
+            w_up = tl.load(
+                gate_rows + I * H + cols[None, :], mask, other=0.0, eviction_policy="evict_first"
+            ).to(tl.float32)
             x = tl.load(x_row + cols, cols < H, other=0.0).to(tl.float32)
             gate += w_gate * x[None, :]
             up += w_up * x[None, :]
@@ -81,7 +88,9 @@ def _down_kernel(
         for start in tl.static_range(0, I, BLOCK_I):
             cols = start + tl.arange(0, BLOCK_I)
             mask = (rows < H)[:, None] & ((cols < I) & chosen)[None, :]
-            w = tl.load(expert_rows + cols[None, :], mask, other=0.0).to(tl.float32)
+            w = tl.load(expert_rows + cols[None, :], mask, other=0.0, eviction_policy="evict_first").to(
+                tl.float32
+            )
             act = tl.load(act_ptr + choice * I + cols, (cols < I) & chosen, other=0.0).to(tl.float32)
             acc += w * (act * weight)[None, :]
     out = tl.sum(acc, 1)
@@ -90,52 +99,9 @@ def _down_kernel(
     tl.store(out_ptr + token * H + rows, out.to(out_ptr.dtype.element_ty), rows < H)
 
 
-@triton.jit
-def _down_held_kernel(
-    act_ptr,
-    w2_ptr,
-    weights_ptr,
-    ids_ptr,
-    residual_ptr,
-    out_ptr,
-    residual_stride,
-    H: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
-    SLOTS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """All slots' weights are loaded at once, before the first launch is waited for: they need its input only."""
-    blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-    token = (tl.program_id(0) // blocks).to(tl.int64)
-    rows = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
-    slots = tl.arange(0, BLOCK_S)
-    cols = tl.arange(0, BLOCK_I)
-    experts = tl.load(ids_ptr + token * SLOTS + slots, slots < SLOTS, other=-1).to(tl.int64)
-    weights = tl.load(weights_ptr + token * SLOTS + slots, slots < SLOTS, other=0.0)
-    chosen = experts >= 0
-    at = tl.maximum(experts, 0)[:, None, None] * (H * I) + rows[None, :, None] * I + cols[None, None, :]
-    mask = chosen[:, None, None] & (rows < H)[None, :, None] & (cols < I)[None, None, :]
-    w = tl.load(w2_ptr + at, mask, other=0.0)
-    if PDL:
-        gdc_wait()
-    act_at = (token * SLOTS + slots)[:, None] * I + cols[None, :]
-    act = tl.load(act_ptr + act_at, chosen[:, None] & (cols < I)[None, :], other=0.0).to(tl.float32)
-    scaled = act * weights[:, None]
-    acc = tl.sum(w.to(tl.float32) * scaled[:, None, :], 0)
-    out = tl.sum(acc, 1)
-    if HAS_RESIDUAL:
-        out += tl.load(residual_ptr + token * residual_stride + rows, rows < H, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * H + rows, out.to(out_ptr.dtype.element_ty), rows < H)
-
-
 # (rows of gate, and of up, a program; columns a load; warps), then (output rows; channels a load; warps)
-UP = (4, 512, 4)
-DOWN = (8, 512, 4)
-HELD = False
+UP = (2, 2048, 4)
+DOWN = (4, 512, 2)
 
 
 def moe_experts_direct(
@@ -145,15 +111,13 @@ def moe_experts_direct(
     weights: torch.Tensor,
     ids: torch.Tensor,
     residual: torch.Tensor | None,
-    *,
-    pdl: bool = True,
 ) -> torch.Tensor:
     """As `dispatch.moe_experts`, for any number of tokens, meant for 1 to 8."""
     tokens, hidden = x.shape
     slots, size = ids.shape[1], w2.shape[2]
     act = torch.empty(tokens * slots, size, dtype=x.dtype, device=x.device)
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
-    pdl = pdl and x.is_cuda
+    pdl = has_dependent_launches(x.device)
     block_i, block_h, num_warps = UP
     _gate_up_kernel[(tokens * slots * triton.cdiv(size, block_i),)](
         x,
@@ -172,10 +136,7 @@ def moe_experts_direct(
     )
     block_h, block_i, num_warps = DOWN
     own = x if residual is None else residual
-    held = HELD and triton.next_power_of_2(size) <= 512
-    kernel = _down_held_kernel if held else _down_kernel
-    more = {"BLOCK_S": triton.next_power_of_2(slots)} if held else {}
-    kernel[(tokens * triton.cdiv(hidden, block_h),)](
+    _down_kernel[(tokens * triton.cdiv(hidden, block_h),)](
         act,
         w2,
         weights,
@@ -187,11 +148,10 @@ def moe_experts_direct(
         I=size,
         SLOTS=slots,
         BLOCK_H=block_h,
-        BLOCK_I=triton.next_power_of_2(size) if held else min(block_i, triton.next_power_of_2(size)),
+        BLOCK_I=min(block_i, triton.next_power_of_2(size)),
         HAS_RESIDUAL=residual is not None,
         PDL=pdl,
         num_warps=num_warps,
         launch_pdl=pdl,
-        **more,
     )
     return out

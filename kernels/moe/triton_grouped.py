@@ -9,22 +9,24 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from hybridserve.kernels.moe.hopper import has_tensor_descriptors
 from hybridserve.kernels.moe.triton_sort import sort_by_expert
 
 UNALIGNED = ["num_tiles_ptr", "experts_ptr", "starts_ptr", "rows_ptr", "choices_ptr"]
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
-def _gate_up_kernel(
+@triton.jit
+def _gate_up_tile(
     x_ptr,
-    w13_ptr,
+    w13,
     act_ptr,
-    num_tiles_ptr,
-    experts_ptr,
-    starts_ptr,
-    rows_ptr,
     choices_ptr,
+    expert,
+    start,
+    rows,
+    first,
     x_stride,
     H: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
@@ -32,24 +34,27 @@ def _gate_up_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """act of the sorted rows, [T * S, I]: silu(gate) * up of BLOCK_N channels."""
-    blocks: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
-    tile = tl.program_id(0) // blocks
-    if tile < tl.load(num_tiles_ptr):
-        expert = tl.load(experts_ptr + tile).to(tl.int64)
-        start = tl.load(starts_ptr + tile).to(tl.int64)
-        row = tl.arange(0, BLOCK_M)
-        mask = row < tl.load(rows_ptr + tile)
-        # rows past the tile's compute the first again, and are not stored
-        choices = tl.load(choices_ptr + start + tl.where(mask, row, 0))
-        channels = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-        inner = tl.arange(0, BLOCK_K)
-        x_at = x_ptr + (choices // SLOTS).to(tl.int64)[:, None] * x_stride + inner[None, :]
-        w_at = w13_ptr + expert * (2 * I * H) + channels[None, :] * H + inner[:, None]
-        gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    """silu(gate) * up of channels [first, first + BLOCK_N) of one tile's rows."""
+    row = tl.arange(0, BLOCK_M)
+    mask = row < rows
+    # rows past the tile's compute the first again, and are not stored
+    choices = tl.load(choices_ptr + start + tl.where(mask, row, 0))
+    channels = first + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + (choices // SLOTS).to(tl.int64)[:, None] * x_stride + inner[None, :]
+    gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    if TMA:
+        gate_row = expert * (2 * I) + first
+        for k in range(0, H, BLOCK_K):
+            x = tl.load(x_at + k)
+            gate = tl.dot(x, w13.load([gate_row, k]).T, gate, input_precision=PRECISION)
+            up = tl.dot(x, w13.load([gate_row + I, k]).T, up, input_precision=PRECISION)
+    else:
+        w_at = w13 + expert.to(tl.int64) * (2 * I * H) + channels[None, :] * H + inner[:, None]
         for k in range(0, H, BLOCK_K):
             if H % BLOCK_K == 0 and I % BLOCK_N == 0:
                 x = tl.load(x_at + k)
@@ -63,15 +68,131 @@ def _gate_up_kernel(
                 w_up = tl.load(w_at + I * H + k, w_mask, other=0.0)
             gate = tl.dot(x, w_gate, gate, input_precision=PRECISION)
             up = tl.dot(x, w_up, up, input_precision=PRECISION)
-        act = gate / (1 + tl.exp(-gate)) * up
-        out = act_ptr + (start + row)[:, None] * I + channels[None, :]
-        tl.store(out, act.to(act_ptr.dtype.element_ty), mask[:, None] & (channels < I)[None, :])
+    act = gate / (1 + tl.exp(-gate)) * up
+    out = act_ptr + (start + row).to(tl.int64)[:, None] * I + channels[None, :]
+    tl.store(out, act.to(act_ptr.dtype.element_ty), mask[:, None] & (channels < I)[None, :])
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _gate_up_kernel(
+    x_ptr,
+    w13,
+    act_ptr,
+    num_tiles_ptr,
+    experts_ptr,
+    starts_ptr,
+    rows_ptr,
+    choices_ptr,
+    x_stride,
+    H: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HALVES: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """act of the sorted rows, [T * S, I]. With HALVES a tile of at most half its rows computes half of it."""
+    blocks: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    tile = tl.program_id(0) // blocks
+    if tile < tl.load(num_tiles_ptr):
+        expert = tl.load(experts_ptr + tile)
+        start = tl.load(starts_ptr + tile)
+        rows = tl.load(rows_ptr + tile)
+        first = (tl.program_id(0) % blocks) * BLOCK_N
+        if HALVES and rows <= BLOCK_M // 2:
+            _gate_up_tile(
+                x_ptr,
+                w13,
+                act_ptr,
+                choices_ptr,
+                expert,
+                start,
+                rows,
+                first,
+                x_stride,
+                H,
+                I,
+                SLOTS,
+                BLOCK_M // 2,
+                BLOCK_N,
+                BLOCK_K,
+                TMA,
+                PRECISION,
+            )
+        else:
+            _gate_up_tile(
+                x_ptr,
+                w13,
+                act_ptr,
+                choices_ptr,
+                expert,
+                start,
+                rows,
+                first,
+                x_stride,
+                H,
+                I,
+                SLOTS,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                TMA,
+                PRECISION,
+            )
+
+
+@triton.jit
+def _down_tile(
+    act_ptr,
+    w2,
+    y_ptr,
+    choices_ptr,
+    expert,
+    start,
+    rows,
+    first,
+    H: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """w2 act, channels [first, first + BLOCK_N) of one tile's rows."""
+    row = tl.arange(0, BLOCK_M)
+    mask = row < rows
+    channels = first + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    act_at = act_ptr + (start + tl.where(mask, row, 0)).to(tl.int64)[:, None] * I + inner[None, :]
+    y = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    if TMA:
+        for k in range(0, I, BLOCK_K):
+            act = tl.load(act_at + k)
+            y = tl.dot(act, w2.load([expert * H + first, k]).T, y, input_precision=PRECISION)
+    else:
+        w_at = w2 + expert.to(tl.int64) * (H * I) + channels[None, :] * I + inner[:, None]
+        for k in range(0, I, BLOCK_K):
+            if I % BLOCK_K == 0 and H % BLOCK_N == 0:
+                act = tl.load(act_at + k)
+                w = tl.load(w_at + k)
+            else:
+                inside = inner < I - k
+                act = tl.load(act_at + k, inside[None, :], other=0.0)
+                w = tl.load(w_at + k, inside[:, None] & (channels < H)[None, :], other=0.0)
+            y = tl.dot(act, w, y, input_precision=PRECISION)
+    choices = tl.load(choices_ptr + start + row, mask, other=0).to(tl.int64)
+    out = y_ptr + choices[:, None] * H + channels[None, :]
+    tl.store(out, y.to(y_ptr.dtype.element_ty), mask[:, None] & (channels < H)[None, :])
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _down_kernel(
     act_ptr,
-    w2_ptr,
+    w2,
     y_ptr,
     num_tiles_ptr,
     experts_ptr,
@@ -83,33 +204,54 @@ def _down_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    HALVES: tl.constexpr,
+    TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """y of the choices in their own order, [T * S, H]: w2 act, BLOCK_N channels of it."""
+    """y of the choices in their own order, [T * S, H]; HALVES as above."""
     blocks: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0) // blocks
     if tile < tl.load(num_tiles_ptr):
-        expert = tl.load(experts_ptr + tile).to(tl.int64)
-        start = tl.load(starts_ptr + tile).to(tl.int64)
-        row = tl.arange(0, BLOCK_M)
-        mask = row < tl.load(rows_ptr + tile)
-        channels = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-        inner = tl.arange(0, BLOCK_K)
-        act_at = act_ptr + (start + tl.where(mask, row, 0))[:, None] * I + inner[None, :]
-        w_at = w2_ptr + expert * (H * I) + channels[None, :] * I + inner[:, None]
-        y = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        for k in range(0, I, BLOCK_K):
-            if I % BLOCK_K == 0 and H % BLOCK_N == 0:
-                act = tl.load(act_at + k)
-                w = tl.load(w_at + k)
-            else:
-                inside = inner < I - k
-                act = tl.load(act_at + k, inside[None, :], other=0.0)
-                w = tl.load(w_at + k, inside[:, None] & (channels < H)[None, :], other=0.0)
-            y = tl.dot(act, w, y, input_precision=PRECISION)
-        choices = tl.load(choices_ptr + start + row, mask, other=0).to(tl.int64)
-        out = y_ptr + choices[:, None] * H + channels[None, :]
-        tl.store(out, y.to(y_ptr.dtype.element_ty), mask[:, None] & (channels < H)[None, :])
+        expert = tl.load(experts_ptr + tile)
+        start = tl.load(starts_ptr + tile)
+        rows = tl.load(rows_ptr + tile)
+        first = (tl.program_id(0) % blocks) * BLOCK_N
+        if HALVES and rows <= BLOCK_M // 2:
+            _down_tile(
+                act_ptr,
+                w2,
+                y_ptr,
+                choices_ptr,
+                expert,
+                start,
+                rows,
+                first,
+                H,
+                I,
+                BLOCK_M // 2,
+                BLOCK_N,
+                BLOCK_K,
+                TMA,
+                PRECISION,
+            )
+        else:
+            _down_tile(
+                act_ptr,
+                w2,
+                y_ptr,
+                choices_ptr,
+                expert,
+                start,
+                rows,
+                first,
+                H,
+                I,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                TMA,
+                PRECISION,
+            )
 
 
 @triton.jit
@@ -148,18 +290,26 @@ class Config:
     up: tuple[int, int, int, int]
     """BLOCK_N (of gate and of up), BLOCK_K, warps, stages."""
     down: tuple[int, int, int, int]
+    halves: bool = False
+    """Whether a tile of at most half its rows is computed as half a tile."""
+    tma: bool = False
+    """Whether weights are fetched by tensor descriptors, where sizes are multiples of the blocks."""
 
 
-# by how many choices an expert has on average: up to 8, up to 32, more
+# few rows an expert: the products wait for weights
 STREAM = Config(16, up=(64, 128, 4, 3), down=(128, 128, 4, 3))
-MIDDLE = Config(32, up=(64, 128, 4, 3), down=(128, 128, 4, 3))
-DENSE = Config(64, up=(128, 64, 4, 3), down=(128, 64, 4, 4))
+MIDDLE = Config(64, up=(128, 64, 8, 4), down=(256, 64, 8, 4), halves=True, tma=True)
+DENSE = Config(128, up=(128, 64, 8, 4), down=(256, 64, 8, 3), halves=True, tma=True)
+# fp32, whose products are no tensor core's
+EXACT = Config(16, up=(32, 64, 4, 2), down=(64, 64, 4, 2))
 COMBINE_BLOCK = 1024
 
 
-def choose_config(choices: int, num_experts: int) -> Config:
+def choose_config(choices: int, num_experts: int, dtype: torch.dtype) -> Config:
     """Tiles of about an expert's rows: larger ones compute rows that are not there, smaller ones read weights
     again."""
+    if dtype == torch.float32:
+        return EXACT
     average = choices / num_experts
     return STREAM if average <= 8 else MIDDLE if average <= 32 else DENSE
 
@@ -176,17 +326,20 @@ def moe_experts_grouped(
     """As `dispatch.moe_experts`, for any number of tokens."""
     tokens, hidden = x.shape
     (experts, _, size), slots = w2.shape, ids.shape[1]
-    config = config or choose_config(ids.numel(), experts)
+    config = config or choose_config(ids.numel(), experts, x.dtype)
     tiles = sort_by_expert(ids, experts, config.block_m)
     described = (tiles.num_tiles, tiles.experts, tiles.starts, tiles.rows, tiles.choices)
     act = torch.empty(tokens * slots, size, dtype=x.dtype, device=x.device)
     y = torch.empty(tokens * slots, hidden, dtype=x.dtype, device=x.device)
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
+    may_tma = config.tma and has_tensor_descriptors(x.device)
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     block_n, block_k, num_warps, num_stages = config.up
+    block_k = block_k * 2 // x.dtype.itemsize
+    tma = may_tma and hidden % block_k == 0 and size % block_n == 0
     _gate_up_kernel[(tiles.max_tiles * triton.cdiv(size, block_n),)](
         x,
-        w13,
+        TensorDescriptor.from_tensor(w13.flatten(0, 1), [block_n, block_k]) if tma else w13,
         act,
         *described,
         x.stride(0),
@@ -195,22 +348,28 @@ def moe_experts_grouped(
         SLOTS=slots,
         BLOCK_M=config.block_m,
         BLOCK_N=block_n,
-        BLOCK_K=block_k * 2 // x.dtype.itemsize,
+        BLOCK_K=block_k,
+        HALVES=config.halves,
+        TMA=tma,
         PRECISION=precision,
         num_warps=num_warps,
         num_stages=num_stages,
     )
     block_n, block_k, num_warps, num_stages = config.down
+    block_k = block_k * 2 // x.dtype.itemsize
+    tma = may_tma and size % block_k == 0 and hidden % block_n == 0
     _down_kernel[(tiles.max_tiles * triton.cdiv(hidden, block_n),)](
         act,
-        w2,
+        TensorDescriptor.from_tensor(w2.flatten(0, 1), [block_n, block_k]) if tma else w2,
         y,
         *described,
         H=hidden,
         I=size,
         BLOCK_M=config.block_m,
         BLOCK_N=block_n,
-        BLOCK_K=block_k * 2 // x.dtype.itemsize,
+        BLOCK_K=block_k,
+        HALVES=config.halves,
+        TMA=tma,
         PRECISION=precision,
         num_warps=num_warps,
         num_stages=num_stages,

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from hybridserve.kernels.moe.hopper import has_dependent_launches
+
 INT_MIN = tl.constexpr(-(2**31))
 INT_MAX = tl.constexpr(2**31 - 1)
 
@@ -55,11 +57,8 @@ def _route_kernel(
     chosen = _ordered(best_keys).to(tl.float32, bitcast=True)
     largest = tl.max(tl.where(routed, chosen, -float("inf")), 0)
     weights = tl.exp(tl.where(routed, chosen - largest, -float("inf")))
-    if NORMALIZE:
-        weights = weights / tl.sum(weights, 0)
-    else:
-        weights = weights / tl.sum(tl.exp(logits - largest), 0)
-    weights = tl.where(routed, weights, 1 / (1 + tl.exp(-gate)))
+    total = tl.sum(weights, 0) if NORMALIZE else tl.sum(tl.exp(logits - largest), 0)
+    weights = tl.where(routed, weights / total, 1 / (1 + tl.exp(-gate)))
     if HAS_ROW_INDEX:
         real = tl.load(row_index_ptr + row) >= 0
         weights = tl.where(real, weights, 0.0)
@@ -76,15 +75,14 @@ def moe_route(
     *,
     normalize: bool,
     row_index: torch.Tensor | None = None,
-    pdl: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `dispatch.moe_route`. With `pdl` the next launch may begin while this one runs (on a GPU)."""
+    """As `dispatch.moe_route`."""
     assert logits.stride(1) == 1 and 0 < top_k <= num_experts < logits.shape[1]
     tokens = logits.shape[0]
     weights = torch.empty(tokens, top_k + 1, dtype=torch.float32, device=logits.device)
     ids = torch.empty(tokens, top_k + 1, dtype=torch.int32, device=logits.device)
     block_e = triton.next_power_of_2(num_experts)
-    pdl = pdl and logits.is_cuda
+    pdl = has_dependent_launches(logits.device)
     if tokens:
         _route_kernel[(tokens,)](
             logits,

@@ -1,6 +1,7 @@
 """Qwen3.5, Qwen3.5-MoE and Qwen3-Next, text only: Gated DeltaNet layers, with full attention in between.
 
-They differ in what the config says: experts or a dense MLP, and how the checkpoint stores weights. Reads like the architecture; what a mixer computes is in its own file, how weights are cut in `parallel/`.
+They differ in what their configs say: experts or a dense MLP, and how the checkpoint stores weights. Reads
+like the architecture; what a mixer computes is in its own file, how weights are cut in `parallel/`.
 """
 
 from collections.abc import Sequence

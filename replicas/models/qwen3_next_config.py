@@ -1,4 +1,4 @@
-"""What the keys of a Qwen3-Next `config.json` mean: the mixers of Qwen3.5, experts, dense layers. Torch-free."""
+"""What the keys of a Qwen3-Next `config.json` mean: Qwen3.5's mixers, experts, dense layers. Torch-free."""
 
 from collections.abc import Collection
 
@@ -33,6 +33,7 @@ def _dense_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     for layer in named:
         if layer >= num_layers:
             raise ValueError(
-                f"mlp_only_layers in {fields.where} names layer {layer}, but num_hidden_layers is {num_layers}"
+                f"mlp_only_layers in {fields.where} names layer {layer}, "
+                f"but num_hidden_layers is {num_layers}"
             )
     return tuple(i for i in range(num_layers) if i in named or (i + 1) % step)

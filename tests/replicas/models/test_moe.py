@@ -106,7 +106,8 @@ def test_the_wrappers_checkpoint(kit, tmp_path) -> None:
         name.replace("model.", "model.language_model.", 1): tensor.clone()
         for name, tensor in load_file(tmp_path / "model.safetensors").items()
     }
-    tensors["model.visual.a.weight"] = tensors["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.zeros(2)
+    for name in ("model.visual.a.weight", "mtp.layers.0.mlp.experts.gate_up_proj"):
+        tensors[name] = torch.zeros(2)
     save_file(tensors, tmp_path / "model.safetensors")
     text = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": text}))
