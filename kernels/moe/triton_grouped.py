@@ -296,9 +296,9 @@ class Config:
     """Whether weights are fetched by tensor descriptors, where sizes are multiples of the blocks."""
 
 
-# few rows an expert: the products wait for weights
-STREAM = Config(16, up=(64, 128, 4, 3), down=(128, 128, 4, 3))
-MIDDLE = Config(64, up=(128, 64, 8, 4), down=(256, 64, 8, 4), halves=True, tma=True)
+# up to 24 choices an expert on average, up to 56, more
+STREAM = Config(32, up=(64, 128, 4, 3), down=(128, 128, 4, 3), halves=True)
+MIDDLE = Config(64, up=(64, 64, 4, 4), down=(128, 64, 4, 4), halves=True, tma=True)
 DENSE = Config(128, up=(128, 64, 8, 4), down=(256, 64, 8, 3), halves=True, tma=True)
 # fp32, whose products are no tensor core's
 EXACT = Config(16, up=(32, 64, 4, 2), down=(64, 64, 4, 2))
@@ -311,7 +311,7 @@ def choose_config(choices: int, num_experts: int, dtype: torch.dtype) -> Config:
     if dtype == torch.float32:
         return EXACT
     average = choices / num_experts
-    return STREAM if average <= 8 else MIDDLE if average <= 32 else DENSE
+    return STREAM if average <= 24 else MIDDLE if average <= 56 else DENSE
 
 
 def moe_experts_grouped(

@@ -14,10 +14,12 @@ from hybridserve.kernels.testing import assert_as_good_as_plain, poisoned_memory
 DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * torch.cuda.is_available()
 # of the interpreter: (tokens, experts, slots, hidden, intermediate); odd sizes are masked everywhere
 SHAPES = [(1, 5, 3, 64, 32), (3, 9, 4, 40, 24)]
-GROUPED_SHAPES = [(19, 7, 3, 40, 24)]
+GROUPED_SHAPES = [(19, 7, 3, 40, 36)]
 FULL_SHAPES = [(1, 513, 11, 2048, 512), (7, 257, 9, 2048, 512), (3, 33, 5, 1000, 360)]
 FULL_GROUPED = [(33, 513, 11, 2048, 512), (500, 33, 5, 1000, 360), (300, 17, 9, 2048, 512)]
-TINY_TILES = Config(16, up=(16, 16, 4, 2), down=(16, 16, 4, 2))
+# inner blocks are halved for fp32, and a product's is 16 at least
+TINY_TILES = Config(16, up=(16, 32, 4, 2), down=(16, 32, 4, 2))
+TINY_HALVES = Config(32, up=(16, 32, 4, 2), down=(16, 32, 4, 2), halves=True, tma=True)
 CONFIGS = [triton_grouped.STREAM, triton_grouped.MIDDLE, triton_grouped.DENSE]
 
 
@@ -88,8 +90,7 @@ def test_direct(device, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_grouped(device, dtype):
     """Several tiles an expert, half tiles, and experts of none; tensor descriptors where sizes are even."""
-    halves = Config(32, up=(16, 16, 4, 2), down=(16, 16, 4, 2), halves=True, tma=True)
-    check(moe_experts_grouped, *make(device, dtype, 24, 5, 2, 64, 32), config=halves)
+    check(moe_experts_grouped, *make(device, dtype, 24, 5, 2, 64, 32), config=TINY_HALVES)
     for shape in GROUPED_SHAPES:
         *inputs, residual = make(device, dtype, *shape)
         check(moe_experts_grouped, *inputs, residual, config=TINY_TILES)
