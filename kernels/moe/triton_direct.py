@@ -78,6 +78,7 @@ def _down_kernel(
     rows = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     acc = tl.zeros([BLOCK_H, BLOCK_I], dtype=tl.float32)
     for slot in tl.static_range(SLOTS):
         choice = token * SLOTS + slot

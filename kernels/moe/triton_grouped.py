@@ -14,8 +14,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from hybridserve.kernels.moe.hopper import has_tensor_descriptors
 from hybridserve.kernels.moe.triton_sort import sort_by_expert
 
-UNALIGNED = ["num_tiles_ptr", "experts_ptr", "starts_ptr", "rows_ptr", "choices_ptr"]
-
 
 @triton.jit
 def _gate_up_tile(
@@ -73,7 +71,7 @@ def _gate_up_tile(
     tl.store(out, act.to(act_ptr.dtype.element_ty), mask[:, None] & (channels < I)[None, :])
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit
 def _gate_up_kernel(
     x_ptr,
     w13,
@@ -189,7 +187,7 @@ def _down_tile(
     tl.store(out, y.to(y_ptr.dtype.element_ty), mask[:, None] & (channels < H)[None, :])
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit
 def _down_kernel(
     act_ptr,
     w2,

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 
+from hybridserve.kernels.linear import linear
 from hybridserve.kernels.moe import moe_experts, moe_route
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.heads import divide
@@ -49,11 +49,17 @@ class SparseMoE(Layer):
         self.w13 = GroupedParameter(w13, self._pieces_of_w13)
         self.w2 = GroupedParameter(w2, self._pieces_of_w2)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """x, residual: [T, hidden_size]. Returns residual + moe(x)."""
-        logits = F.linear(x, self.padded_router)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """x, residual: [T, hidden_size]. Returns residual + moe(x), and of padding, whose positions [T] are
+        negative, the residual alone."""
+        logits = linear(x, self.padded_router, dependent=True)
         weights, ids = moe_route(
-            logits, self.spec.num_experts, self.spec.top_k, normalize=self.spec.norm_topk_prob
+            logits,
+            self.spec.num_experts,
+            self.spec.top_k,
+            normalize=self.spec.norm_topk_prob,
+            # padding would have experts of its own read
+            row_index=positions,
         )
         # the residual is whole on every rank, so one rank alone adds it before the sum
         own = residual if self.group.rank == 0 else None

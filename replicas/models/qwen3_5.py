@@ -48,6 +48,7 @@ class Qwen3_5DecoderLayer(Layer):
             self.linear_attn = GatedDeltaNet(spec, size, eps, group, dtype=dtype, device=device)
         else:
             self.self_attn = FullAttention(spec, size, eps, group, dtype=dtype, device=device)
+        self.is_sparse = moe is not None
         if moe is None:
             self.mlp = GatedMLP(size, config.intermediate_size, group, dtype=dtype, device=device)
         else:
@@ -59,7 +60,8 @@ class Qwen3_5DecoderLayer(Layer):
         """h: [T, hidden_size]."""
         mixer = self.linear_attn if self.is_linear else self.self_attn
         h = mixer(self.input_layernorm(h), h, step, cache)
-        return self.mlp(self.post_attention_layernorm(h), h)
+        x = self.post_attention_layernorm(h)
+        return self.mlp(x, h, step.positions) if self.is_sparse else self.mlp(x, h)
 
 
 class Qwen3_5Model(Layer):
@@ -80,7 +82,9 @@ class Qwen3_5Model(Layer):
         self.attention_spec = next((m for m in config.mixers if isinstance(m, FullAttentionSpec)), None)
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
-        step = StepContext(split_phases(batch), batch.slot_mapping, self._rotary(batch.positions))
+        step = StepContext(
+            split_phases(batch), batch.positions, batch.slot_mapping, self._rotary(batch.positions)
+        )
         h = self.embed_tokens(batch.token_ids)
         for layer, cache in zip(self.layers, caches, strict=True):
             h = layer(h, step, cache)
@@ -117,9 +121,9 @@ class Qwen3_5ForCausalLM(Layer):
         """
         return self.model(batch, caches)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [R, hidden_size]. Returns fp32 [R, vocab_size]."""
-        return self.lm_head(hidden)
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden: [R, hidden_size]. Returns fp32 [R, vocab_size], which is `out` where that is given."""
+        return self.lm_head(hidden, out)
 
     def finish_loading(self) -> None:
         """Derive what kernels want in another layout; to be called once the parameters are filled."""
