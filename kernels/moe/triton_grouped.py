@@ -14,6 +14,70 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from hybridserve.kernels.moe.hopper import has_tensor_descriptors
 from hybridserve.kernels.moe.triton_sort import sort_by_expert
 
+# fp32 is added in chains of so many products: one chain of 2,048 errs 4 times as much
+CHAIN = tl.constexpr(64)
+
+
+@triton.jit
+def _gate_up_chain(
+    x_at,
+    w_at,
+    gate,
+    up,
+    begin,
+    end,
+    channels,
+    H: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Adds the products of columns [begin, end) to gate and up."""
+    inner = tl.arange(0, BLOCK_K)
+    for k in range(begin, end, BLOCK_K):
+        if H % BLOCK_K == 0 and I % BLOCK_N == 0:
+            x = tl.load(x_at + k)
+            w_gate = tl.load(w_at + k)
+            w_up = tl.load(w_at + I * H + k)
+        else:
+            inside = inner < H - k
+            w_mask = inside[:, None] & (channels < I)[None, :]
+            x = tl.load(x_at + k, inside[None, :], other=0.0)
+            w_gate = tl.load(w_at + k, w_mask, other=0.0)
+            w_up = tl.load(w_at + I * H + k, w_mask, other=0.0)
+        gate = tl.dot(x, w_gate, gate, input_precision=PRECISION)
+        up = tl.dot(x, w_up, up, input_precision=PRECISION)
+    return gate, up
+
+
+@triton.jit
+def _down_chain(
+    act_at,
+    w_at,
+    y,
+    begin,
+    end,
+    channels,
+    H: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Adds the products of columns [begin, end) to y."""
+    inner = tl.arange(0, BLOCK_K)
+    for k in range(begin, end, BLOCK_K):
+        if I % BLOCK_K == 0 and H % BLOCK_N == 0:
+            act = tl.load(act_at + k)
+            w = tl.load(w_at + k)
+        else:
+            inside = inner < I - k
+            act = tl.load(act_at + k, inside[None, :], other=0.0)
+            w = tl.load(w_at + k, inside[:, None] & (channels < H)[None, :], other=0.0)
+        y = tl.dot(act, w, y, input_precision=PRECISION)
+    return y
+
 
 @triton.jit
 def _gate_up_tile(
@@ -53,19 +117,18 @@ def _gate_up_tile(
             up = tl.dot(x, w13.load([gate_row + I, k]).T, up, input_precision=PRECISION)
     else:
         w_at = w13 + expert.to(tl.int64) * (2 * I * H) + channels[None, :] * H + inner[:, None]
-        for k in range(0, H, BLOCK_K):
-            if H % BLOCK_K == 0 and I % BLOCK_N == 0:
-                x = tl.load(x_at + k)
-                w_gate = tl.load(w_at + k)
-                w_up = tl.load(w_at + I * H + k)
-            else:
-                inside = inner < H - k
-                w_mask = inside[:, None] & (channels < I)[None, :]
-                x = tl.load(x_at + k, inside[None, :], other=0.0)
-                w_gate = tl.load(w_at + k, w_mask, other=0.0)
-                w_up = tl.load(w_at + I * H + k, w_mask, other=0.0)
-            gate = tl.dot(x, w_gate, gate, input_precision=PRECISION)
-            up = tl.dot(x, w_up, up, input_precision=PRECISION)
+        if PRECISION == "ieee":
+            for begin in range(0, H, CHAIN):
+                end = tl.minimum(begin + CHAIN, H)
+                more_gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+                more_up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+                more_gate, more_up = _gate_up_chain(
+                    x_at, w_at, more_gate, more_up, begin, end, channels, H, I, BLOCK_N, BLOCK_K, PRECISION
+                )
+                gate += more_gate
+                up += more_up
+        else:
+            gate, up = _gate_up_chain(x_at, w_at, gate, up, 0, H, channels, H, I, BLOCK_N, BLOCK_K, PRECISION)
     act = gate / (1 + tl.exp(-gate)) * up
     out = act_ptr + (start + row).to(tl.int64)[:, None] * I + channels[None, :]
     tl.store(out, act.to(act_ptr.dtype.element_ty), mask[:, None] & (channels < I)[None, :])
@@ -173,15 +236,13 @@ def _down_tile(
             y = tl.dot(act, w2.load([expert * H + first, k]).T, y, input_precision=PRECISION)
     else:
         w_at = w2 + expert.to(tl.int64) * (H * I) + channels[None, :] * I + inner[:, None]
-        for k in range(0, I, BLOCK_K):
-            if I % BLOCK_K == 0 and H % BLOCK_N == 0:
-                act = tl.load(act_at + k)
-                w = tl.load(w_at + k)
-            else:
-                inside = inner < I - k
-                act = tl.load(act_at + k, inside[None, :], other=0.0)
-                w = tl.load(w_at + k, inside[:, None] & (channels < H)[None, :], other=0.0)
-            y = tl.dot(act, w, y, input_precision=PRECISION)
+        if PRECISION == "ieee":
+            for begin in range(0, I, CHAIN):
+                end = tl.minimum(begin + CHAIN, I)
+                more = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+                y += _down_chain(act_at, w_at, more, begin, end, channels, H, I, BLOCK_N, BLOCK_K, PRECISION)
+        else:
+            y = _down_chain(act_at, w_at, y, 0, I, channels, H, I, BLOCK_N, BLOCK_K, PRECISION)
     choices = tl.load(choices_ptr + start + row, mask, other=0).to(tl.int64)
     out = y_ptr + choices[:, None] * H + channels[None, :]
     tl.store(out, y.to(y_ptr.dtype.element_ty), mask[:, None] & (channels < H)[None, :])

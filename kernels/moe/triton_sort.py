@@ -19,15 +19,15 @@ class Tiles:
     block_m: int
     max_tiles: int
     num_tiles: torch.Tensor
-    """[0]: how many there are; entries past them are undefined."""
+    """[1]: how many there are; entries past them are undefined."""
     experts: torch.Tensor
-    """[at least max_tiles]"""
+    """[max_tiles]"""
     starts: torch.Tensor
-    """The same: the tile's first row among the sorted ones."""
+    """[max_tiles]: the tile's first row among the sorted ones."""
     rows: torch.Tensor
-    """The same: how many it has."""
+    """[max_tiles]: how many it has."""
     choices: torch.Tensor
-    """[at least T * S]: which choice (token * S + slot) a sorted row is of; undefined past the last row."""
+    """[T * S]: which choice (token * S + slot) a sorted row is of; undefined past the last row."""
 
 
 @triton.jit(do_not_specialize=["num_choices"], do_not_specialize_on_alignment=["ids_ptr"])
@@ -98,9 +98,10 @@ def sort_by_expert(ids: torch.Tensor, num_experts: int, block_m: int) -> Tiles:
     counts = torch.zeros(num_experts, dtype=torch.int32, device=ids.device)
     sizes = (num_experts, num_experts, count, count, max_tiles, max_tiles, max_tiles, 1)
     # each part begins on 16 bytes, whatever the sizes: kernels are compiled anew for other alignments
-    sizes = tuple(triton.cdiv(size, 4) * 4 for size in sizes)
-    memory = torch.empty(sum(sizes), dtype=torch.int32, device=ids.device)
-    row_starts, tile_starts, ranks, choices, experts, starts, rows, num_tiles = memory.split(sizes)
+    rounded = [triton.cdiv(size, 4) * 4 for size in sizes]
+    memory = torch.empty(sum(rounded), dtype=torch.int32, device=ids.device).split(rounded)
+    parts = (part[:size] for part, size in zip(memory, sizes, strict=True))
+    row_starts, tile_starts, ranks, choices, experts, starts, rows, num_tiles = parts
     grid = (triton.cdiv(count, BLOCK),)
     _rank_kernel[grid](ids, counts, ranks, count, BLOCK=BLOCK, num_warps=4)
     _prefix_kernel[(1,)](

@@ -59,16 +59,20 @@ def even(total: int, rank: int, size: int) -> Cut:
     return Cut(total, ((rank * part, (rank + 1) * part),))
 
 
-def head_ranges(heads: Iterable[int], stride: int, width: int, base: int = 0) -> tuple[tuple[int, int], ...]:
-    """Ranges of `width` rows at `base + head * stride`, neighbours joined."""
+def joined_ranges(starts: Iterable[int], width: int) -> tuple[tuple[int, int], ...]:
+    """Ranges of `width` rows at `starts`, neighbours joined."""
     ranges: list[tuple[int, int]] = []
-    for head in heads:
-        start = base + head * stride
+    for start in starts:
         if ranges and ranges[-1][1] == start:
             ranges[-1] = (ranges[-1][0], start + width)
         else:
             ranges.append((start, start + width))
     return tuple(ranges)
+
+
+def head_ranges(heads: Iterable[int], stride: int, width: int, base: int = 0) -> tuple[tuple[int, int], ...]:
+    """Ranges of `width` rows at `base + head * stride`, neighbours joined."""
+    return joined_ranges((base + head * stride for head in heads), width)
 
 
 class LoadedParameter(nn.Parameter):

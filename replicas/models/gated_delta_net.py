@@ -18,7 +18,7 @@ from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.heads import HeadShard
 from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.layers.linear import FusedColumnLinear, RowParallelLinear
-from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, head_ranges
+from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, head_ranges, joined_ranges
 from hybridserve.replicas.models.batch import StateCache
 from hybridserve.replicas.models.norm import GatedRMSNorm
 from hybridserve.replicas.models.sharding import mixer_heads
@@ -139,8 +139,9 @@ def interleaved_cuts(spec: LinearAttentionSpec, heads: HeadShard) -> dict[str, C
 
     def of_value_heads(stride: int, base: int, rows: int) -> tuple[tuple[int, int], ...]:
         """Ranges of `rows` rows a value head, which follow one another from `base` on in each group."""
-        starts = [head // ratio * stride + base + head % ratio * rows for head in heads.heads]
-        return tuple((start, start + rows) for start in starts)
+        return joined_ranges(
+            (head // ratio * stride + base + head % ratio * rows for head in heads.heads), rows
+        )
 
     qkvz = (
         head_ranges(heads.shared_heads, width, k_dim)

@@ -13,7 +13,7 @@ from hybridserve.kernels.testing import assert_as_good_as_plain, poisoned_memory
 # the interpreter truncates to bf16, where a GPU rounds
 DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * torch.cuda.is_available()
 # of the interpreter: (tokens, experts, slots, hidden, intermediate); odd sizes are masked everywhere
-SHAPES = [(1, 5, 3, 64, 32), (3, 9, 4, 40, 24)]
+SHAPES = [(1, 5, 3, 64, 16), (2, 9, 4, 40, 11)]
 GROUPED_SHAPES = [(19, 7, 3, 40, 36)]
 FULL_SHAPES = [(1, 513, 11, 2048, 512), (7, 257, 9, 2048, 512), (3, 33, 5, 1000, 360)]
 FULL_GROUPED = [(33, 513, 11, 2048, 512), (500, 33, 5, 1000, 360), (300, 17, 9, 2048, 512)]
@@ -106,7 +106,7 @@ def test_grouped(device, dtype):
 def test_uneven_choices(device, form):
     """One expert takes all; every token the same; padded rows; slots of none; nobody at all."""
     options = {"config": TINY_TILES} if form is moe_experts_grouped else {}
-    x, w13, w2, weights, ids, residual = make(device, torch.float32, 5, 6, 3, 24, 16)
+    x, w13, w2, weights, ids, residual = make(device, torch.float32, 5, 6, 3, 24, 5)
     # what no choice names may be anything
     w13[4], w2[4] = float("nan"), float("nan")
     for choices in ([3, -1, -1], [0, 5, 2], [-1, -1, -1]):
@@ -124,7 +124,7 @@ def test_uneven_choices(device, form):
 def test_a_permuted_batch_gives_the_same_bits(device, form):
     options = {"config": TINY_TILES} if form is moe_experts_grouped else {}
     count = 4 if form is moe_experts_direct else 18
-    x, w13, w2, weights, ids, residual = make(device, torch.float16, count, 6, 3, 40, 24)
+    x, w13, w2, weights, ids, residual = make(device, torch.float16, count, 6, 3, 40, 6 if count == 4 else 36)
     out = form(x, w13, w2, weights, ids, residual, **options)
     order = torch.randperm(count, device=device)
     moved = form(x[order], w13, w2, weights[order], ids[order], residual[order], **options)
