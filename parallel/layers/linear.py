@@ -36,9 +36,11 @@ class FusedColumnLinear(Layer):
         if bias:
             self.bias = ShardedParameter(torch.empty(rows, dtype=dtype, device=device), sections, init="bias")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, in_features]. Returns [T, rows of this rank], the sections side by side."""
-        return linear(x, self.weight, self.bias, dependent=True)
+    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [T, in_features]. Returns [T, rows of this rank], sections side by side, in `out` if given."""
+        if self.bias is None or out is None:
+            return linear(x, self.weight, self.bias, out=out, dependent=True)
+        return out.copy_(linear(x, self.weight, self.bias, dependent=True))
 
 
 class ColumnParallelLinear(FusedColumnLinear):

@@ -49,9 +49,13 @@ class SparseMoE(Layer):
         self.w13 = GroupedParameter(w13, self._pieces_of_w13)
         self.w2 = GroupedParameter(w2, self._pieces_of_w2)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """x, residual: [T, hidden_size]. Returns residual + moe(x), and of padding, whose positions [T] are
-        negative, the residual alone."""
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x, residual: [T, hidden_size]. Returns residual + moe(x).
+
+        positions: [T]; rows where they are negative are padding, of which the residual alone comes back.
+        """
         logits = linear(x, self.padded_router, dependent=True)
         weights, ids = moe_route(
             logits,

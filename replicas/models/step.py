@@ -47,8 +47,6 @@ class StepContext:
 
     phases: tuple[PhaseBatch, ...]
     """One or two, in the order of the tokens."""
-    positions: torch.Tensor
-    """As `StepBatch`'s; negative for rows of padding."""
     slot_mapping: torch.Tensor
     rotary: tuple[torch.Tensor, torch.Tensor] | None
     """cos and sin, fp32 [T, rotary_dim // 2]; None for models without full attention."""

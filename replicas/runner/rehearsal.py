@@ -14,7 +14,7 @@ from hybridserve.replicas.arena.arena import Arena, Copies
 from hybridserve.replicas.arena.layout import ArenaLayout
 from hybridserve.replicas.engine.plan import SampleSpec, ScheduledSequence, StepPlan
 from hybridserve.replicas.models.specs import ModelConfig
-from hybridserve.replicas.runner.runner import Model, ModelRunner
+from hybridserve.replicas.runner.runner import GraphLimits, Model, ModelRunner
 from hybridserve.replicas.runner.storage import ArenaStorage
 from hybridserve.replicas.sampling_params import SamplingParams
 
@@ -52,9 +52,8 @@ class Rehearsal:
     ) -> None:
         self._chunk = min(max_num_batched_tokens, max_model_len - 1)
         self._contexts = (0, *(c for c in (SHORT, CONTEXT_PIECE) if c + self._chunk < max_model_len))
-        self._max_model_len = max_model_len
-        self._vocab_size = config.vocab_size
-        # experts' products take tiles by their average number of rows, no size of tile for less than an octave
+        self._limits = GraphLimits(config.vocab_size, max_model_len, max_num_batched_tokens, dtype)
+        # experts take tiles by their average number of rows, and no size of tile for less than an octave
         octaves = (SHORT << n for n in range(1, self._chunk.bit_length())) if config.moe is not None else ()
         self._between = tuple(size for size in octaves if size < self._chunk)
         longest = layout.pages_for(self._chunk + self._contexts[-1])
@@ -70,7 +69,8 @@ class Rehearsal:
         with recorded_launches() as found:
             for plan in self._plans():
                 self._runner.submit(plan)
-            self._runner.make_graphs(self._vocab_size, self._max_model_len).rehearse()
+            for graphs in self._runner.make_graphs(self._limits):
+                graphs.rehearse()
         return found
 
     def run(self) -> None:
