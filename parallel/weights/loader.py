@@ -16,7 +16,7 @@ from torch import nn
 
 from hybridserve.parallel.weights.checkpoint import Checkpoint
 from hybridserve.parallel.weights.dummy import DummyTensor
-from hybridserve.parallel.weights.parameter import ShardedParameter, TensorSource
+from hybridserve.parallel.weights.parameter import LoadedParameter, ShardedParameter, TensorSource
 from hybridserve.parallel.weights.workers import run_on_threads
 
 Progress = Callable[[int, int], None]
@@ -48,18 +48,15 @@ class LoadReport:
 def checkpoint_targets(model: nn.Module, rename: Callable[[str], str]) -> dict[str, Target]:
     """Checkpoint tensor name -> target, for all parameters of `model`.
 
-    A parameter `a.b.qkv_proj.weight` with sections q_proj, k_proj, v_proj is filled from `a.b.q_proj.weight`
-    and so on; one with the section "" from its own name. `rename` maps the model's names to the checkpoint's.
+    Parameters name their tensors (`LoadedParameter.parts`); `rename` maps these names to the checkpoint's.
     """
     targets: dict[str, Target] = {}
     for name, parameter in model.named_parameters():
-        assert isinstance(parameter, ShardedParameter), name
-        path = name.split(".")
-        for section in parameter.sections:
-            own = ".".join([*path[:-2], section, path[-1]]) if section else name
+        assert isinstance(parameter, LoadedParameter), name
+        for own, part, section in parameter.parts(name):
             key = rename(own)
             assert key not in targets, key
-            targets[key] = Target(parameter, section)
+            targets[key] = Target(part, section)
     return targets
 
 

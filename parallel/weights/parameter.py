@@ -4,7 +4,7 @@ Owns cutting: a layer says how its parameter is made up, the parameter then load
 files (it reads through `TensorSource`) and nothing of models.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,11 +59,10 @@ def even(total: int, rank: int, size: int) -> Cut:
     return Cut(total, ((rank * part, (rank + 1) * part),))
 
 
-def head_ranges(heads: Iterable[int], stride: int, width: int, base: int = 0) -> tuple[tuple[int, int], ...]:
-    """Ranges of `width` rows at `base + head * stride`, neighbours joined."""
+def joined_ranges(starts: Iterable[int], width: int) -> tuple[tuple[int, int], ...]:
+    """Ranges of `width` rows at `starts`, neighbours joined."""
     ranges: list[tuple[int, int]] = []
-    for head in heads:
-        start = base + head * stride
+    for start in starts:
         if ranges and ranges[-1][1] == start:
             ranges[-1] = (ranges[-1][0], start + width)
         else:
@@ -71,7 +70,23 @@ def head_ranges(heads: Iterable[int], stride: int, width: int, base: int = 0) ->
     return tuple(ranges)
 
 
-class ShardedParameter(nn.Parameter):
+def head_ranges(heads: Iterable[int], stride: int, width: int, base: int = 0) -> tuple[tuple[int, int], ...]:
+    """Ranges of `width` rows at `base + head * stride`, neighbours joined."""
+    return joined_ranges((base + head * stride for head in heads), width)
+
+
+class LoadedParameter(nn.Parameter):
+    """Frozen weights that know which checkpoint tensors fill them."""
+
+    def parts(self, name: str) -> Iterator[tuple[str, "ShardedParameter", str]]:
+        """(tensor's name, what it fills, which section of that), where `name` is the parameter's own.
+
+        Names are the model's; the loader renames them to the checkpoint's.
+        """
+        raise NotImplementedError
+
+
+class ShardedParameter(LoadedParameter):
     """Frozen weights of one shard, made of the cuts of one or more checkpoint tensors along one dimension.
 
     `sections` maps the name of a checkpoint module (its last part: "q_proj") to its cut, in the parameter's
@@ -101,6 +116,13 @@ class ShardedParameter(nn.Parameter):
         self.sections = dict(sections)
         self.dim, self.squeeze, self.shift, self.init = dim, squeeze, shift, init
         return self
+
+    def parts(self, name: str) -> Iterator[tuple[str, "ShardedParameter", str]]:
+        """A parameter `a.b.qkv_proj.weight` with sections q_proj, k_proj, v_proj is filled from
+        `a.b.q_proj.weight` and so on; one with the section "" from its own name."""
+        path = name.split(".")
+        for section in self.sections:
+            yield ".".join([*path[:-2], section, path[-1]]) if section else name, self, section
 
     def checkpoint_shape(self, section: str) -> tuple[int, ...]:
         """The shape that the checkpoint's tensor must have."""

@@ -32,7 +32,7 @@ class StepBatch:
     token_ids: torch.Tensor
     """int64 [T]"""
     positions: torch.Tensor
-    """int64 [T], position of each token in its sequence."""
+    """int64 [T], position of each token in its sequence; negative for rows of padding."""
     num_decodes: int
     query_lens: tuple[int, ...]
     """[S] tokens of each sequence in this step; the first `num_decodes` are 1."""

@@ -17,6 +17,8 @@ import yaml
 from hybridserve.parallel.weights.index import read_weight_map
 from hybridserve.replicas.models.fields import Fields
 from hybridserve.replicas.models.qwen3_5_config import parse_qwen3_5, parse_qwen3_5_text
+from hybridserve.replicas.models.qwen3_5_moe_config import parse_qwen3_5_moe, parse_qwen3_5_moe_text
+from hybridserve.replicas.models.qwen3_next_config import parse_qwen3_next
 from hybridserve.replicas.models.specs import ModelConfig
 
 CONFIG_FILE = "config.json"
@@ -29,6 +31,9 @@ Parser = Callable[[Fields, Collection[str], tuple[int, ...]], ModelConfig]
 PARSERS: dict[str, Parser] = {
     "qwen3_5_text": parse_qwen3_5_text,
     "qwen3_5": parse_qwen3_5,
+    "qwen3_5_moe_text": parse_qwen3_5_moe_text,
+    "qwen3_5_moe": parse_qwen3_5_moe,
+    "qwen3_next": parse_qwen3_next,
 }
 
 

@@ -63,6 +63,15 @@ class Fields:
             raise self.error(key, "an object")
         return Fields(value, f"{key} of {self.where}")
 
+    def layers(self, key: str) -> tuple[int, ...]:
+        """A list of layer numbers; empty when absent."""
+        value = self._get(key, [])
+        if not isinstance(value, list) or any(
+            isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in value
+        ):
+            raise self.error(key, "a list of layer numbers")
+        return tuple(value)
+
     def token_ids(self, key: str) -> tuple[int, ...]:
         """One id or a list of them; empty when absent."""
         value = self._get(key, [])

@@ -77,14 +77,14 @@ def measure_footprint(config: ModelConfig, dtype: str, *, page_size: int = 16, t
     states = iter(layout.unit.layers)
     pages = iter(layout.page.layer_bytes)
     layers = []
-    for mixer in shard.mixers:
+    for index, mixer in enumerate(shard.mixers):
         linear = isinstance(mixer, LinearAttentionSpec)
         state = next(states) if linear else None
         layers.append(
             LayerFootprint(
                 mixer=mixer,
                 mixer_parameters=mixer_parameters(mixer, config.hidden_size),
-                mlp_parameters=3 * config.hidden_size * shard.intermediate_size,
+                mlp_parameters=mlp_parameters(shard, index),
                 norm_parameters=2 * config.hidden_size,
                 state_bytes=state.end - state.recurrent if state is not None else 0,
                 kv_bytes_per_token=0 if linear else next(pages) // page_size,
@@ -108,14 +108,28 @@ def mixer_parameters(spec: MixerSpec, hidden_size: int) -> int:
     return _full_attention_parameters(spec, hidden_size)
 
 
+def mlp_parameters(config: ModelConfig, layer: int) -> int:
+    """Elements of all tensors of one layer's MLP, or of its experts, shared expert and their gates."""
+    moe = config.moe_of(layer)
+    if moe is None:
+        return 3 * config.hidden_size * config.intermediate_size
+    experts = (moe.num_experts + 1) * 3 * moe.total_intermediate_size * config.hidden_size
+    return experts + (moe.num_experts + 1) * config.hidden_size
+
+
 def shard_config(config: ModelConfig, tp_size: int) -> ModelConfig:
     """The model that shard 0 of `tp_size` holds, with the shard's own counts in the place of the totals.
 
     Raises:
         ValueError: `tp_size` does not divide a count it has to.
     """
+    moe = config.moe
+    if moe is not None:
+        size = divide("moe_intermediate_size", moe.total_intermediate_size, tp_size)
+        moe = replace(moe, total_intermediate_size=size)
     return replace(
         config,
+        moe=moe,
         mixers=tuple(_shard_mixer(mixer, tp_size) for mixer in config.mixers),
         intermediate_size=divide("intermediate_size", config.intermediate_size, tp_size),
         vocab_size=-(-config.vocab_size // tp_size),

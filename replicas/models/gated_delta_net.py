@@ -18,7 +18,7 @@ from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.heads import HeadShard
 from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.layers.linear import FusedColumnLinear, RowParallelLinear
-from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, head_ranges
+from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, head_ranges, joined_ranges
 from hybridserve.replicas.models.batch import StateCache
 from hybridserve.replicas.models.norm import GatedRMSNorm
 from hybridserve.replicas.models.sharding import mixer_heads
@@ -72,12 +72,17 @@ class GatedDeltaNet(Layer):
         qkv = qkv_cut(spec, heads)
         value_rows = Cut(spec.total_value_dim, head_ranges(heads.heads, spec.head_v_dim, spec.head_v_dim))
         per_head = Cut(spec.total_num_v_heads, head_ranges(heads.heads, 1, 1))
-        self.in_proj = FusedColumnLinear(
-            hidden_size,
-            {"in_proj_qkv": qkv, "in_proj_z": value_rows, "in_proj_b": per_head, "in_proj_a": per_head},
-            dtype=dtype,
-            device=device,
-        )
+        if spec.interleaved:
+            sections = interleaved_cuts(spec, heads)
+        else:
+            sections = {
+                "in_proj_qkv": qkv,
+                "in_proj_z": value_rows,
+                "in_proj_b": per_head,
+                "in_proj_a": per_head,
+            }
+        self.in_proj = FusedColumnLinear(hidden_size, sections, dtype=dtype, device=device)
+        self.in_proj_sizes = (qkv.count, value_rows.count, per_head.count, per_head.count)
         key_dim = heads.num_shared_heads * spec.head_k_dim
         self.qkv_sizes = (key_dim, key_dim, value_rows.count)
         self.conv1d = CausalConv(qkv, spec.conv_kernel, dtype=dtype, device=device)
@@ -105,7 +110,7 @@ class GatedDeltaNet(Layer):
 
     def mix(self, projected: torch.Tensor, step: StepContext, cache: StateCache) -> torch.Tensor:
         """Tokens meet: [T, projected_width] -> [T, mixed_width]; updates the sequences' states."""
-        qkv, z, b, a = projected.split_with_sizes(self.in_proj.section_sizes, -1)
+        qkv, z, b, a = projected.split_with_sizes(self.in_proj_sizes, -1)
         return run_phases(step, KERNELS, self, (qkv, z, a, b), cache)
 
     def project_out(self, mixed: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -133,6 +138,35 @@ def qkv_cut(spec: LinearAttentionSpec, heads: HeadShard) -> Cut:
         + head_ranges(heads.shared_heads, k_dim, k_dim, base=key_dim)
         + head_ranges(heads.heads, v_dim, v_dim, base=2 * key_dim),
     )
+
+
+def interleaved_cuts(spec: LinearAttentionSpec, heads: HeadShard) -> dict[str, Cut]:
+    """The same rows in the same order, q|k|v|z and b|a, where the checkpoint has them in groups per key head.
+
+    in_proj_qkvz: `q [dk] | k [dk] | v [r * dv] | z [r * dv]`, in_proj_ba: `b [r] | a [r]`, with r value heads
+    a key head.
+    """
+    k_dim, v_dim = spec.head_k_dim, spec.head_v_dim
+    ratio = spec.total_num_v_heads // spec.total_num_k_heads
+    width = 2 * k_dim + 2 * ratio * v_dim
+
+    def of_value_heads(stride: int, base: int, rows: int) -> tuple[tuple[int, int], ...]:
+        """Ranges of `rows` rows a value head, which follow one another from `base` on in each group."""
+        return joined_ranges(
+            (head // ratio * stride + base + head % ratio * rows for head in heads.heads), rows
+        )
+
+    qkvz = (
+        head_ranges(heads.shared_heads, width, k_dim)
+        + head_ranges(heads.shared_heads, width, k_dim, base=k_dim)
+        + of_value_heads(width, 2 * k_dim, v_dim)
+        + of_value_heads(width, 2 * k_dim + ratio * v_dim, v_dim)
+    )
+    ba = of_value_heads(2 * ratio, 0, 1) + of_value_heads(2 * ratio, ratio, 1)
+    return {
+        "in_proj_qkvz": Cut(spec.total_num_k_heads * width, qkvz),
+        "in_proj_ba": Cut(2 * spec.total_num_v_heads, ba),
+    }
 
 
 def _decode(

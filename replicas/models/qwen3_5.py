@@ -1,6 +1,7 @@
-"""Qwen3.5, the dense text model: Gated DeltaNet layers, with full attention in between.
+"""Qwen3.5, Qwen3.5-MoE and Qwen3-Next, text only: Gated DeltaNet layers, with full attention in between.
 
-Reads like the architecture; what a mixer computes is in its own file, how weights are cut in `parallel/`.
+They differ in what their configs say: experts or a dense MLP, and how the checkpoint stores weights. Reads
+like the architecture; what a mixer computes is in its own file, how weights are cut in `parallel/`.
 """
 
 from collections.abc import Sequence
@@ -17,8 +18,9 @@ from hybridserve.replicas.models.batch import LayerCache, StepBatch
 from hybridserve.replicas.models.full_attention import FullAttention
 from hybridserve.replicas.models.gated_delta_net import GatedDeltaNet
 from hybridserve.replicas.models.mlp import GatedMLP
+from hybridserve.replicas.models.moe import SparseMoE
 from hybridserve.replicas.models.norm import ZeroCentredRMSNorm
-from hybridserve.replicas.models.specs import FullAttentionSpec, LinearAttentionSpec, MixerSpec, ModelConfig
+from hybridserve.replicas.models.specs import FullAttentionSpec, LinearAttentionSpec, ModelConfig
 from hybridserve.replicas.models.step import StepContext, split_phases
 
 MODEL_PREFIX = "model."
@@ -33,20 +35,25 @@ class Qwen3_5DecoderLayer(Layer):
     def __init__(
         self,
         config: ModelConfig,
-        spec: MixerSpec,
+        layer: int,
         group: TensorParallelGroup,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
+        spec, moe = config.mixers[layer], config.moe_of(layer)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.is_linear = isinstance(spec, LinearAttentionSpec)
         if self.is_linear:
             self.linear_attn = GatedDeltaNet(spec, size, eps, group, dtype=dtype, device=device)
         else:
             self.self_attn = FullAttention(spec, size, eps, group, dtype=dtype, device=device)
-        self.mlp = GatedMLP(size, config.intermediate_size, group, dtype=dtype, device=device)
+        self.is_sparse = moe is not None
+        if moe is None:
+            self.mlp = GatedMLP(size, config.intermediate_size, group, dtype=dtype, device=device)
+        else:
+            self.mlp = SparseMoE(moe, size, group, dtype=dtype, device=device)
         self.input_layernorm = ZeroCentredRMSNorm(size, eps, device=device)
         self.post_attention_layernorm = ZeroCentredRMSNorm(size, eps, device=device)
 
@@ -58,10 +65,16 @@ class Qwen3_5DecoderLayer(Layer):
         """h: [T, hidden_size]. Returns what the mixer's `mix` takes, in `out` where that is given."""
         return self.mixer.project_in(self.input_layernorm(h), out)
 
-    def leave(self, mixed: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-        """mixed: of `mix`; h: the layer's input, which may be overwritten. Returns the layer's output."""
+    def leave(
+        self, mixed: torch.Tensor, h: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """mixed: of `mix`; h: the layer's input, which may be overwritten. Returns the layer's output.
+
+        positions: [T], negative for padding, which then costs no expert; None: there is none, or it may.
+        """
         h = self.mixer.project_out(mixed, h)
-        return self.mlp(self.post_attention_layernorm(h), h)
+        x = self.post_attention_layernorm(h)
+        return self.mlp(x, h, positions) if self.is_sparse else self.mlp(x, h)
 
 
 class Between(NamedTuple):
@@ -85,7 +98,8 @@ class Qwen3_5Model(Layer):
             config.vocab_size, config.hidden_size, group, dtype=dtype, device=device
         )
         self.layers = nn.ModuleList(
-            Qwen3_5DecoderLayer(config, spec, group, dtype=dtype, device=device) for spec in config.mixers
+            Qwen3_5DecoderLayer(config, layer, group, dtype=dtype, device=device)
+            for layer in range(config.num_layers)
         )
         self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps, device=device)
         self.attention_spec = next((m for m in config.mixers if isinstance(m, FullAttentionSpec)), None)
@@ -100,10 +114,15 @@ class Qwen3_5Model(Layer):
         return Between(h, self.layers[0].enter(h, out))
 
     def proceed(
-        self, layer: int, mixed: torch.Tensor, h: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        layer: int,
+        mixed: torch.Tensor,
+        h: torch.Tensor,
+        out: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
     ) -> Between:
         """From the mixer of `layer`, whose result is `mixed`, to the next one's; or to the end."""
-        h = self.layers[layer].leave(mixed, h)
+        h = self.layers[layer].leave(mixed, h, positions)
         if layer + 1 == len(self.layers):
             return Between(self.norm(h), None)
         return Between(h, self.layers[layer + 1].enter(h, out))
@@ -112,7 +131,8 @@ class Qwen3_5Model(Layer):
         step = self.context(batch)
         now = self.begin(batch.token_ids)
         for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            now = self.proceed(number, layer.mixer.mix(now.projected, step, cache), now.h)
+            mixed = layer.mixer.mix(now.projected, step, cache)
+            now = self.proceed(number, mixed, now.h, positions=batch.positions)
         return now.h
 
     def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

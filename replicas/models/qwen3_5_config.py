@@ -1,10 +1,12 @@
 """What the keys of a Qwen3.5 `config.json` mean. Torch-free.
 
 Takes the text model's own config (`qwen3_5_text`) or the one of the vision-language wrapper (`qwen3_5`, whose
-`text_config` it is). Refuses by name whatever would otherwise be run as something it is not.
+`text_config` it is). Refuses by name whatever would otherwise be run as something it is not. Qwen3.5-MoE and
+Qwen3-Next share most keys, and `parse_family`.
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from hybridserve.replicas.models.fields import Fields
 from hybridserve.replicas.models.specs import (
@@ -13,6 +15,7 @@ from hybridserve.replicas.models.specs import (
     LinearAttentionSpec,
     MixerSpec,
     ModelConfig,
+    MoESpec,
 )
 
 PREFIXES = ("model.language_model.", "model.")
@@ -27,22 +30,38 @@ def parse_qwen3_5_text(
     fields: Fields, tensor_names: Collection[str], further_eos: tuple[int, ...]
 ) -> ModelConfig:
     """A text model's own config."""
-    return _parse(fields, fields, tensor_names, further_eos)
+    return parse_family("qwen3_5_text", fields, fields, tensor_names, further_eos)
 
 
 def parse_qwen3_5(fields: Fields, tensor_names: Collection[str], further_eos: tuple[int, ...]) -> ModelConfig:
     """The text model inside a vision-language config."""
+    return parse_family("qwen3_5_text", text_of(fields, "qwen3_5_text"), fields, tensor_names, further_eos)
+
+
+def text_of(fields: Fields, model_type: str) -> Fields:
+    """The `text_config` of a wrapper, which must be of `model_type`."""
     if not fields.has("text_config"):
         raise ValueError(f"{fields.where} lacks the key text_config")
     text = fields.object("text_config")
-    if text.text("model_type", "qwen3_5_text") != "qwen3_5_text":
-        raise text.error("model_type", "'qwen3_5_text'")
-    return _parse(text, fields, tensor_names, further_eos)
+    if text.text("model_type", model_type) != model_type:
+        raise text.error("model_type", repr(model_type))
+    return text
 
 
-def _parse(
-    text: Fields, outer: Fields, tensor_names: Collection[str], further_eos: tuple[int, ...]
+def parse_family(
+    model_type: str,
+    text: Fields,
+    outer: Fields,
+    tensor_names: Collection[str],
+    further_eos: tuple[int, ...],
+    *,
+    moe: MoESpec | None = None,
+    interleaved: bool = False,
 ) -> ModelConfig:
+    """The keys that all models of the family share; `outer` is the wrapper's config, or `text` itself.
+
+    With `moe`, `intermediate_size` is read only if layers are dense. `interleaved`: see LinearAttentionSpec.
+    """
     for fields in (text, outer):
         _refuse_unsupported(fields)
         _refuse_rope_scaling(fields)
@@ -52,7 +71,7 @@ def _parse(
     if FULL in types:
         mixers[FULL] = _full_attention(text)
     if LINEAR in types:
-        mixers[LINEAR] = _linear_attention(text)
+        mixers[LINEAR] = replace(_linear_attention(text), interleaved=interleaved)
     own_eos = text.token_ids("eos_token_id") or outer.token_ids("eos_token_id")
     vocab_size = text.positive("vocab_size")
     for token_id in own_eos + further_eos:
@@ -61,10 +80,10 @@ def _parse(
                 f"eos_token_id {token_id} is no token: vocab_size in {text.where} is {vocab_size}"
             )
     return ModelConfig(
-        model_type="qwen3_5_text",
+        model_type=model_type,
         vocab_size=vocab_size,
         hidden_size=text.positive("hidden_size"),
-        intermediate_size=text.positive("intermediate_size"),
+        intermediate_size=text.positive("intermediate_size") if moe is None or moe.dense_layers else 0,
         rms_norm_eps=_eps(text),
         tie_word_embeddings=_tied(text, outer, tensor_names),
         max_position_embeddings=text.positive("max_position_embeddings"),
@@ -72,6 +91,7 @@ def _parse(
         mixers=tuple(mixers[kind] for kind in types),
         eos_token_ids=tuple(dict.fromkeys(own_eos + further_eos)),
         weights_prefix=prefix,
+        moe=moe,
     )
 
 

@@ -14,7 +14,11 @@ from hybridserve.replicas.models.specs import DTYPE_BYTES, ModelConfig
 
 logger = logging.getLogger(__name__)
 
-BUILDERS: dict[str, Callable[..., Qwen3_5ForCausalLM]] = {"qwen3_5_text": Qwen3_5ForCausalLM}
+BUILDERS: dict[str, Callable[..., Qwen3_5ForCausalLM]] = {
+    "qwen3_5_text": Qwen3_5ForCausalLM,
+    "qwen3_5_moe_text": Qwen3_5ForCausalLM,
+    "qwen3_next": Qwen3_5ForCausalLM,
+}
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 

@@ -34,6 +34,9 @@ class LinearAttentionSpec:
     head_k_dim: int
     head_v_dim: int
     conv_kernel: int
+    interleaved: bool = False
+    """How the checkpoint stores the input projections: as in_proj_qkvz and in_proj_ba, with rows
+    `q | k | v | z` and `b | a` per key head; else as in_proj_qkv, in_proj_z, in_proj_b and in_proj_a."""
 
     @property
     def total_key_dim(self) -> int:
@@ -48,6 +51,22 @@ MixerSpec = FullAttentionSpec | LinearAttentionSpec
 
 
 @dataclass(frozen=True)
+class MoESpec:
+    """Routed experts, and one shared expert of their size that every token passes through a sigmoid gate."""
+
+    num_experts: int
+    top_k: int
+    total_intermediate_size: int
+    """Of one expert, and of the shared expert."""
+    norm_topk_prob: bool = True
+    """Whether the chosen experts' softmax weights are divided by their sum."""
+    stacked: bool = True
+    """How the checkpoint stores experts: as gate_up_proj and down_proj of all, else three matrices each."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have a dense MLP instead."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One text model, resolved from its `config.json` (and, for layer types, from its weights' names)."""
 
@@ -55,6 +74,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Of dense MLPs; 0 where no layer has one."""
     rms_norm_eps: float
     tie_word_embeddings: bool
     max_position_embeddings: int
@@ -65,10 +85,16 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     weights_prefix: str = "model."
     """What the checkpoint puts before `layers.0…`."""
+    moe: MoESpec | None = None
+    """None: all MLPs are dense."""
 
     @property
     def num_layers(self) -> int:
         return len(self.mixers)
+
+    def moe_of(self, layer: int) -> MoESpec | None:
+        """The experts of one layer; None where its MLP is dense."""
+        return None if self.moe is None or layer in self.moe.dense_layers else self.moe
 
     @property
     def linear_layers(self) -> tuple[int, ...]:

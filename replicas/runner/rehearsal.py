@@ -53,6 +53,9 @@ class Rehearsal:
         self._chunk = min(max_num_batched_tokens, max_model_len - 1)
         self._contexts = (0, *(c for c in (SHORT, CONTEXT_PIECE) if c + self._chunk < max_model_len))
         self._limits = GraphLimits(config.vocab_size, max_model_len, max_num_batched_tokens, dtype)
+        # experts take tiles by their average number of rows, and no size of tile for less than an octave
+        octaves = (SHORT << n for n in range(1, self._chunk.bit_length())) if config.moe is not None else ()
+        self._between = tuple(size for size in octaves if size < self._chunk)
         longest = layout.pages_for(self._chunk + self._contexts[-1])
         pages = longest + CHUNKS_AT_ONCE * layout.pages_for(2 * SHORT)
         self._arena = Arena(layout, layout.extents_for(CHUNKS_AT_ONCE + 1, pages))
@@ -77,6 +80,7 @@ class Rehearsal:
 
     def _plans(self) -> list[StepPlan]:
         lone = [(self._chunk, context_len) for context_len in self._contexts]
+        lone += [(size, 0) for size in self._between]
         short = [(SHORT, 0)] * CHUNKS_AT_ONCE
         mixed = [(1, SHORT), (SHORT, 0)]
         groups = [*([chunk] for chunk in lone), *(short[:n] for n in range(1, CHUNKS_AT_ONCE + 1)), mixed]

@@ -160,22 +160,42 @@ TINY = {
     "eos_token_id": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
+TINY_MOE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
+# what transformers calls the classes of a kind of model: its config, its causal language model
+CLASSES = {
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
+}
 MIXERS = {"l": "linear_attention", "f": "full_attention"}
 
 
 def save_random_model(
-    folder: Path, layers: str, *, seed: int = 0, max_shard_size: str = "1GB", **changes: object
+    folder: Path,
+    layers: str,
+    *,
+    kind: str = "qwen3_5",
+    seed: int = 0,
+    max_shard_size: str = "1GB",
+    **changes: object,
 ):
     """A random transformers model of one mixer a letter (l, f), saved to `folder`; returns it in fp32."""
-    from transformers import Qwen3_5ForCausalLM as Reference
-    from transformers import Qwen3_5TextConfig
+    import transformers
 
+    make_config, make_model = (getattr(transformers, name) for name in CLASSES[kind])
     torch.manual_seed(seed)
-    layer_types = [MIXERS[letter] for letter in layers]
-    config = Qwen3_5TextConfig(
-        **{**TINY, "num_hidden_layers": len(layers), "layer_types": layer_types, **changes}
-    )
-    reference = Reference(config).float().eval()
+    values = {
+        **TINY,
+        **(TINY_MOE if kind != "qwen3_5" else {}),
+        "num_hidden_layers": len(layers),
+        "layer_types": [MIXERS[letter] for letter in layers],
+    }
+    reference = make_model(make_config(**{**values, **changes})).float().eval()
     with torch.no_grad():
         # transformers starts norms at the identity and dt_bias at one, which would hide an exchanged weight
         for name, parameter in reference.named_parameters():

@@ -168,7 +168,10 @@ def test_end_tokens_of_both_files(tmp_path, dim) -> None:
 
 
 REFUSED = {
-    "model_type": ({"model_type": "llama"}, "model_type 'llama'.*supported: qwen3_5, qwen3_5_text"),
+    "model_type": (
+        {"model_type": "llama"},
+        "model_type 'llama'.*supported: qwen3_5, qwen3_5_moe, .*qwen3_next",
+    ),
     "no model_type": ({"model_type": None}, "lacks the key model_type"),
     "quantised": (
         {"quantization_config": {"quant_method": "fp8"}},
@@ -280,7 +283,16 @@ def test_overrides(demo_path) -> None:
 
 
 def test_every_parser_leads_to_a_model() -> None:
-    model_types = {parse({**TEXT, "model_type": name, "text_config": TEXT}).model_type for name in PARSERS}
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+    }
+    model_types = set()
+    for name in PARSERS:
+        text = {**TEXT, **experts, "model_type": f"{name.removesuffix('_text')}_text"}
+        model_types.add(parse({**text, "model_type": name, "text_config": text}).model_type)
     assert model_types == set(BUILDERS)
 
 

@@ -25,6 +25,8 @@ PROMPT = 30
 MODELS = {
     "even": ("lf", {"linear_num_key_heads": 2, "num_key_value_heads": 2, "attention_bias": True}),
     "replicated": ("lf", {"linear_num_key_heads": 1, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "experts": ("lf", {"kind": "qwen3_5_moe"}),
+    "interleaved": ("lf", {"kind": "qwen3_next", "linear_num_key_heads": 1, "mlp_only_layers": [1]}),
     "unaligned": ("ll", {"linear_num_key_heads": 2, "linear_num_value_heads": 6}),
 }
 

@@ -1,0 +1,104 @@
+"""The mixture-of-experts half of a layer: a router, experts, and one expert that all tokens share."""
+
+from collections.abc import Iterator
+
+import torch
+
+from hybridserve.kernels.linear import linear
+from hybridserve.kernels.moe import moe_experts, moe_route
+from hybridserve.parallel.group import TensorParallelGroup
+from hybridserve.parallel.heads import divide
+from hybridserve.parallel.layers.layer import Layer
+from hybridserve.parallel.weights.grouped import GroupedParameter
+from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, even, whole
+from hybridserve.replicas.models.specs import MoESpec
+
+# rows of a logits row that fast matrix products want to be a multiple of
+ROW_STEP = 16
+
+
+class SparseMoE(Layer):
+    """sum of softmax weight * expert(x) over the top experts + sigmoid(shared gate) * shared expert(x).
+
+    Weights of all experts are one tensor each, w13 [num_experts + 1, 2 * I, hidden] (gate rows, then up rows)
+    and w2 [num_experts + 1, hidden, I], the shared expert last: to the kernels it is one more expert, which
+    every token chooses. Cut by intermediate channels; the router is whole on every rank.
+    """
+
+    def __init__(
+        self,
+        spec: MoESpec,
+        hidden_size: int,
+        group: TensorParallelGroup,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.spec, self.group = spec, group
+        size = divide("moe_intermediate_size", spec.total_intermediate_size, group.size)
+        self.cut = even(spec.total_intermediate_size, group.rank, group.size)
+        experts = spec.num_experts + 1
+        rows = -(-experts // ROW_STEP) * ROW_STEP
+        # rows past the shared expert's gate are zeros: an odd width would keep the product from fast kernels
+        padded = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
+        self.register_buffer("padded_router", padded, persistent=False)
+        self.router = GroupedParameter(padded[:experts], self._pieces_of_router)
+        w13 = torch.empty(experts, 2 * size, hidden_size, dtype=dtype, device=device)
+        w2 = torch.empty(experts, hidden_size, size, dtype=dtype, device=device)
+        self.w13 = GroupedParameter(w13, self._pieces_of_w13)
+        self.w2 = GroupedParameter(w2, self._pieces_of_w2)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x, residual: [T, hidden_size]. Returns residual + moe(x).
+
+        positions: [T]; rows where they are negative are padding, of which the residual alone comes back.
+        """
+        logits = linear(x, self.padded_router, dependent=True)
+        weights, ids = moe_route(
+            logits,
+            self.spec.num_experts,
+            self.spec.top_k,
+            normalize=self.spec.norm_topk_prob,
+            # padding would have experts of its own read
+            row_index=positions,
+        )
+        # the residual is whole on every rank, so one rank alone adds it before the sum
+        own = residual if self.group.rank == 0 else None
+        return self.group.all_reduce(moe_experts(x, self.w13, self.w2, weights, ids, own))
+
+    def _pieces_of_router(self, data: torch.Tensor) -> Iterator[tuple[str, ShardedParameter]]:
+        experts = self.spec.num_experts
+        yield "gate.weight", ShardedParameter(data[:experts], {"": whole(experts)})
+        yield "shared_expert_gate.weight", ShardedParameter(data[experts:], {"": whole(1)})
+
+    def _pieces_of_w13(self, data: torch.Tensor) -> Iterator[tuple[str, ShardedParameter]]:
+        experts, size = self.spec.num_experts, self.cut.count
+        if self.spec.stacked:
+            (rows,) = self.cut.ranges
+            total = self.cut.total
+            both = Cut(2 * total, (rows, (total + rows[0], total + rows[1])))
+            yield (
+                "experts.gate_up_proj",
+                ShardedParameter(data[:experts], {"": both}, dim=1, init="stacked_weight"),
+            )
+        for name, expert in self._named(data):
+            yield f"{name}.gate_proj.weight", ShardedParameter(expert[:size], {"": self.cut})
+            yield f"{name}.up_proj.weight", ShardedParameter(expert[size:], {"": self.cut})
+
+    def _pieces_of_w2(self, data: torch.Tensor) -> Iterator[tuple[str, ShardedParameter]]:
+        if self.spec.stacked:
+            yield (
+                "experts.down_proj",
+                ShardedParameter(data[: self.spec.num_experts], {"": self.cut}, dim=2, init="stacked_weight"),
+            )
+        for name, expert in self._named(data):
+            yield f"{name}.down_proj.weight", ShardedParameter(expert, {"": self.cut}, dim=1)
+
+    def _named(self, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and weights of the experts that the checkpoint stores one by one."""
+        if not self.spec.stacked:
+            yield from ((f"experts.{e}", data[e]) for e in range(self.spec.num_experts))
+        yield "shared_expert", data[-1]
