@@ -2,9 +2,9 @@
 
 What bounds it is reading K and V once, so the query heads of a KV head ride along in one dot, and a row's
 context is cut into splits that any program may take: the grid is fixed, the cutting is done on the device
-from `seq_lens`, and a CUDA graph holds both. A row's cuts depend on its own length and the batch's size, never
-on its neighbours' lengths; only who takes which splits does, and a program that takes several of one row goes
-through them without a pause.
+from `seq_lens`, and a CUDA graph holds both. A row's cuts depend on its own length and the batch's size,
+never on its neighbours' lengths. These decide only who takes which splits; a program that takes several of one row
+goes through them without a pause.
 """
 
 from functools import lru_cache
@@ -182,8 +182,8 @@ def _decode_kernel(
     lanes = tl.minimum(tl.num_programs(0) // groups, HKV)
     group = tl.program_id(0) // lanes
     run = tl.maximum(tl.cdiv(num_splits, groups), 1)
-    # runs of one size begin and end with the rows, where all are equally long; where they would leave more than
-    # a few groups without any, runs are as equal as can be
+    # runs of one size begin and end with the rows, where all are equally long; where they would leave more
+    # than a few groups without any, runs are as equal as can be
     place, last = group * run, (group + 1) * run
     if tl.cdiv(num_splits, run) * 16 < groups * 15:
         place, last = group * num_splits // groups, (group + 1) * num_splits // groups

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from hybridserve.kernels.linear import linear
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.weights.parameter import Cut, ShardedParameter
@@ -71,11 +72,15 @@ class ParallelLMHead(Layer):
         weight = torch.empty(cut.count, hidden_size, dtype=dtype, device=device)
         self.weight = ShardedParameter(weight, {"": cut})
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [R, hidden_size]. Returns fp32 [R, vocab_size] on every rank."""
-        logits = F.linear(hidden, self.weight).float()
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden: [R, hidden_size]. Returns fp32 [R, vocab_size] on every rank, `out` where that is given."""
         if self.group.size == 1:
-            return logits
+            return linear(hidden, self.weight, out=out, out_dtype=torch.float32, dependent=True)
+        logits = self._gathered(hidden)
+        return logits if out is None else out.copy_(logits)
+
+    def _gathered(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = linear(hidden, self.weight, out_dtype=torch.float32, dependent=True)
         # ranks gather equal widths; the padding lies past the vocabulary's end and is cut off
         padding = rows_per_rank(self.vocab_size, self.group) - logits.shape[1]
         return self.group.all_gather(F.pad(logits, (0, padding)), dim=1)[:, : self.vocab_size]

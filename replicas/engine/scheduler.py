@@ -7,10 +7,11 @@ request's `num_computed_tokens` catches up with its tokens under one token budge
 import itertools
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridserve.replicas.arena.arena import Arena
-from hybridserve.replicas.engine.plan import SampleSpec, ScheduledSequence, StepPlan
+from hybridserve.replicas.engine.plan import PENDING, SampleSpec, ScheduledSequence, StepPlan
 from hybridserve.replicas.engine.preemption import Preemption, RecomputePreemption
 from hybridserve.replicas.engine.request import Request, next_prompt_tokens
 
@@ -51,6 +52,11 @@ class Scheduler:
     def has_requests(self) -> bool:
         return bool(self._running or self._waiting)
 
+    @property
+    def awaits_results(self) -> bool:
+        """Whether a running request cannot be planned for before the running step has ended."""
+        return any(r.awaits_history for r in self._running)
+
     def uncomputed_tokens(self) -> int:
         """Tokens still to be computed, of waiting and running requests."""
         return sum(r.num_uncomputed for r in itertools.chain(self._running, self._waiting))
@@ -67,15 +73,19 @@ class Scheduler:
         self.arena.release(request.unit_table, request.page_table)
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step, or return None when there is nothing to compute."""
+        """Plan the next step; None when there is nothing to compute, or all wait for the running step.
+
+        What is planned counts as computed from now on: plans run in order, and each is run.
+        """
         scheduled: dict[Request, int] = {}
         preemptions = self.num_preemptions
-        self._schedule_decodes(scheduled)
-        self._schedule_running_prefills(scheduled)
+        if self._schedule_decodes(scheduled):
+            self._schedule_running_prefills(scheduled)
         if self.num_preemptions == preemptions:
             self._admit(scheduled)
         if not scheduled:
-            assert not self.has_requests, "requests wait but none can be scheduled"
+            ending = bool(self._running) and all(r.awaits_its_last_token for r in self._running)
+            assert ending or not self.has_requests, "requests wait but none can be scheduled"
             return None
         # a chunk of one token with earlier context is fit for the recurrent form, whatever brought it here
         rows = [r for r, count in scheduled.items() if count == 1 and r.num_computed_tokens > 0]
@@ -83,16 +93,29 @@ class Scheduler:
         rows.sort(key=lambda r: r.unit_table)
         chunks = [r for r, count in scheduled.items() if count > 1 or r.num_computed_tokens == 0]
         sequences = tuple(self._sequence(r, scheduled[r]) for r in rows + chunks)
+        for at, (request, sequence) in enumerate(zip(rows + chunks, sequences, strict=True)):
+            request.num_computed_tokens += len(sequence.token_ids)
+            request.num_pending_tokens += sequence.sample is not None
+            request.num_recurrent_tokens = request.num_recurrent_tokens + 1 if at < len(rows) else 0
         return StepPlan(next(self._steps), sequences, len(rows), self.arena.drain_copies())
 
-    def _schedule_decodes(self, scheduled: dict[Request, int]) -> None:
+    def _schedule_decodes(self, scheduled: dict[Request, int]) -> bool:
+        """Returns whether there are running requests with more than one token to compute."""
         # by index: the list loses its tail when the youngest is preempted
         at = 0
-        while at < len(self._running) and len(scheduled) < self.limits.max_num_batched_tokens:
+        others = False
+        budget, page_size = self.limits.max_num_batched_tokens, self.arena.layout.page.page_size
+        while at < len(self._running) and len(scheduled) < budget:
             request = self._running[at]
-            if request.is_decode and self._make_room(request, 1, scheduled):
-                scheduled[request] = 1
+            if not request.is_decode:
+                others = True
+            elif not request.awaits_its_last_token:
+                # mostly its last page has room
+                has_room = request.num_computed_tokens < len(request.page_table) * page_size
+                if has_room or self._make_room(request, 1, scheduled):
+                    scheduled[request] = 1
             at += 1
+        return others or at < len(self._running)
 
     def _schedule_running_prefills(self, scheduled: dict[Request, int]) -> None:
         budget = self.limits.max_num_batched_tokens - len(scheduled)
@@ -133,7 +156,7 @@ class Scheduler:
         A budget below CHUNK_ALIGN may reach no boundary: the step's first chunk is then cut anywhere, so that
         a small budget still moves on, and any other waits.
         """
-        start, total = request.num_computed_tokens, len(request.token_ids)
+        start, total = request.num_computed_tokens, request.num_tokens
         if total - start <= budget:
             return total - start
         if budget < CHUNK_ALIGN:
@@ -143,8 +166,8 @@ class Scheduler:
     def _has_room_for_all(self, request: Request) -> bool:
         """Whether the arena holds a newcomer's known tokens beside what the running ones will need next."""
         layout = self.arena.layout
-        growth = sum(layout.pages_for(len(r.token_ids) + 1) - len(r.page_table) for r in self._running)
-        return self.arena.fits(1, layout.pages_for(len(request.token_ids)) + growth)
+        growth = sum(layout.pages_for(r.num_tokens + 1) - len(r.page_table) for r in self._running)
+        return self.arena.fits(1, layout.pages_for(request.num_tokens) + growth)
 
     def _grow(self, request: Request, count: int) -> bool:
         needed = self.arena.layout.pages_for(request.num_computed_tokens + count) - len(request.page_table)
@@ -170,24 +193,30 @@ class Scheduler:
     def _sequence(self, request: Request, count: int) -> ScheduledSequence:
         start = request.num_computed_tokens
         stop = start + count
+        token_ids: Sequence[int] = request.token_ids[start:stop]
+        if len(token_ids) < count:
+            token_ids = [*token_ids, PENDING]
         sample = None
-        if stop == len(request.token_ids):
+        if stop == request.num_tokens:
+            params = request.params
             sample = SampleSpec(
-                params=request.params,
-                seed=request.seed,
-                position=stop,
-                prompt_len=request.prompt_len,
-                token_ids=request.token_ids,
-                banned_token_ids=request.banned_token_ids(),
+                params,
+                request.seed,
+                stop,
+                request.prompt_len,
+                request.token_ids,
+                request.banned_token_ids() if params.min_tokens else (),
             )
         wants = request.wants_prompt_logprobs
         return ScheduledSequence(
             request_id=request.request_id,
-            token_ids=request.token_ids[start:stop],
+            token_ids=token_ids,
             context_len=start,
             unit=request.unit_table[0] if request.unit_table else -1,
             block_table=request.page_table,
             sample=sample,
+            recurrent_tokens=request.num_recurrent_tokens,
+            stagger=request.seed,
             prompt_logprobs=request.params.prompt_logprobs if wants else None,
             next_token_ids=next_prompt_tokens(request, start, stop) if wants else (),
         )

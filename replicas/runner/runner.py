@@ -2,14 +2,25 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from hybridserve.replicas.engine.plan import ScheduledSequence, StepPlan, StepResult, TokenLogprobs
+from hybridserve.kernels.sampler import keep_drawn
+from hybridserve.replicas.engine.plan import (
+    SampleSpec,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from hybridserve.replicas.models.batch import LayerCache, StepBatch
-from hybridserve.replicas.runner.batching import build_batch
+from hybridserve.replicas.runner.batching import Batcher, StepArrays, build_batch
+from hybridserve.replicas.runner.decode_graphs import DecodeGraphs
 from hybridserve.replicas.runner.denormals import flushed_denormals
+from hybridserve.replicas.runner.draws import Draws, FetchedDraws
+from hybridserve.replicas.runner.piece_graphs import GraphMaker, PieceGraphs, PieceModel, cuda_graph
 from hybridserve.replicas.runner.sampling import Sampler, token_logprobs_of
 from hybridserve.replicas.runner.storage import ArenaStorage
 
@@ -20,39 +31,140 @@ PROMPT_LOGPROB_ROWS = 256
 class Model(Protocol):
     """What the runner needs of a model."""
 
+    model: PieceModel
+
     def forward(self, batch: StepBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         """Hidden states [T, hidden] after the final norm."""
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """fp32 [R, vocab] of hidden states [R, hidden]."""
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """fp32 [R, vocab] of hidden states [R, hidden], in `out` where it is given."""
+
+
+@dataclass(frozen=True)
+class GraphLimits:
+    """What sizes the fixed memory of graphs."""
+
+    vocab_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    dtype: torch.dtype
+
+
+class SubmittedStep:
+    """A step whose kernels are queued; a GPU may still be at it."""
+
+    def __init__(
+        self,
+        request_ids: Sequence[str],
+        draws: FetchedDraws | None,
+        prompt_logprobs: dict[str, tuple[tuple[int, TokenLogprobs], ...]],
+    ) -> None:
+        self._request_ids = request_ids
+        self._draws = draws
+        self._prompt_logprobs = prompt_logprobs
+
+    def result(self) -> StepResult:
+        sampled = self._draws.sampled() if self._draws is not None else []
+        return StepResult(dict(zip(self._request_ids, sampled, strict=True)), self._prompt_logprobs)
 
 
 class ModelRunner:
-    """An Executor in this process."""
+    """An Executor in this process.
 
-    def __init__(self, model: Model, storage: ArenaStorage, device: torch.device) -> None:
+    On a GPU `submit` only queues work: what a step draws stays on the device for the next one (`drawn`), and
+    the host reads it when it asks for the result.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        storage: ArenaStorage,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        overlaps: bool | None = None,
+    ) -> None:
+        """`overlaps`: None for what the device is good for."""
         self._model = model
         self._storage = storage
         self._device = device
+        self._batcher = Batcher(storage.layout)
         self._sampler = Sampler(device)
+        self._graphs: DecodeGraphs | None = None
+        self._pieces: PieceGraphs | None = None
+        self._drawn = torch.zeros(2, max_num_seqs, dtype=torch.int64, device=device)
+        self._draw_rows: dict[str, int] = {}
+        """Request id -> row of `_drawn`, of the last step that was submitted."""
+        self.overlaps = device.type == "cuda" if overlaps is None else overlaps
+
+    def make_graphs(
+        self, limits: GraphLimits, graph: GraphMaker = cuda_graph
+    ) -> tuple[DecodeGraphs, PieceGraphs]:
+        """Graphs of this runner's steps, not captured yet, with their fixed memory."""
+        caches = self._storage.caches
+        decode = DecodeGraphs(
+            lambda batch: self._model.forward(batch, caches),
+            self._model.compute_logits,
+            self._storage,
+            self._drawn,
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
+            device=self._device,
+        )
+        pieces = PieceGraphs(
+            self._model.model, limits.dtype, self._device, limits.max_num_batched_tokens, graph
+        )
+        return decode, pieces
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
+    def capture_graphs(self, limits: GraphLimits) -> int:
+        """From now on steps of decode rows and of few tokens replay graphs; returns how many there are."""
+        decode, pieces = self.make_graphs(limits)
+        decode.capture()
+        pieces.capture()
+        self._graphs, self._pieces = decode, pieces
+        return decode.num_graphs + pieces.num_graphs
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> SubmittedStep:
         with flushed_denormals() if self._device.type == "cpu" else nullcontext():
             return self._run(plan)
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: StepPlan) -> SubmittedStep:
         self._storage.copy(plan.copies)
-        batch = build_batch(plan, self._storage.layout, self._device)
-        hidden = self._model.forward(batch, self._storage.caches)
-        prompt_logprobs = self._prompt_logprobs(plan, hidden)
+        arrays = self._batcher.arrays(plan, self._draw_rows)
         samples = [(s.request_id, s.sample) for s in plan.sequences if s.sample is not None]
-        if not samples:
-            return StepResult(prompt_logprobs=prompt_logprobs)
+        specs = [spec for _, spec in samples]
+        prompt_logprobs: dict[str, tuple[tuple[int, TokenLogprobs], ...]] = {}
+        if self._graphs is not None and self._graphs.takes(plan):
+            draws: Draws | None = self._graphs.run(arrays, specs, self._sampler)
+        else:
+            draws = self._run_eagerly(plan, arrays, specs, prompt_logprobs)
+            if draws is not None:
+                keep_drawn(draws.tokens, draws.finite, self._drawn)
+        request_ids = [request_id for request_id, _ in samples]
+        self._draw_rows = {request_id: row for row, request_id in enumerate(request_ids)}
+        if draws is None:
+            return SubmittedStep(request_ids, None, prompt_logprobs)
+        return SubmittedStep(request_ids, FetchedDraws(draws, specs), prompt_logprobs)
+
+    def _run_eagerly(
+        self,
+        plan: StepPlan,
+        arrays: StepArrays,
+        specs: Sequence[SampleSpec],
+        prompt_logprobs: dict[str, tuple[tuple[int, TokenLogprobs], ...]],
+    ) -> Draws | None:
+        window = self._storage.layout.unit.replay_window
+        batch = build_batch(arrays, self._drawn[0], window, self._device)
+        few = self._pieces is not None and self._pieces.takes(batch.num_tokens)
+        forward = self._pieces.forward if few else self._model.forward
+        hidden = forward(batch, self._storage.caches)
+        prompt_logprobs.update(self._prompt_logprobs(plan, hidden))
+        if not specs:
+            return None
         logits = self._model.compute_logits(hidden[batch.logits_indices])
-        drawn = self._sampler.sample(logits, [spec for _, spec in samples])
-        ids = (request_id for request_id, _ in samples)
-        return StepResult(dict(zip(ids, drawn, strict=True)), prompt_logprobs)
+        return self._sampler.draw(logits, specs)
 
     def _prompt_logprobs(
         self, plan: StepPlan, hidden: torch.Tensor
