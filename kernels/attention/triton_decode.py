@@ -3,8 +3,8 @@
 What bounds it is reading K and V once, so the query heads of a KV head ride along in one dot, and a row's
 context is cut into splits that any program may take: the grid is fixed, the cutting is done on the device
 from `seq_lens`, and a CUDA graph holds both. A row's cuts depend on its own length and the batch's size,
-never on its neighbours' lengths. These decide only who takes which splits; a program that takes several of one row
-goes through them without a pause.
+never on its neighbours' lengths. These decide only who takes which splits; a program that takes several of
+one row goes through them without a pause.
 """
 
 from functools import lru_cache
