@@ -84,7 +84,8 @@ def attention_decode(
     """
     num_kv_heads, head_dim = keys.shape[2:]
     if table_rows is not None:
-        block_tables = block_tables[table_rows]
+        # a padded row's number means nothing
+        block_tables = block_tables[table_rows * torch.tensor([length > 0 for length in seq_lens])]
     # the heads that share a KV head become query rows of it
     grouped = q.view(q.shape[0], 1, num_kv_heads, -1, head_dim)
     out = torch.empty_like(grouped)

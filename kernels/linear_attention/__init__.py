@@ -1,6 +1,7 @@
 """Linear attention with a matrix state: decay per head, per key channel or none; delta rule or not."""
 
 from hybridserve.kernels.linear_attention.dispatch import (
+    flush_replay,
     gdn_decode_fused,
     gdn_decode_replay,
     gdn_gates,
@@ -9,6 +10,7 @@ from hybridserve.kernels.linear_attention.dispatch import (
 )
 
 __all__ = [
+    "flush_replay",
     "gdn_decode_fused",
     "gdn_decode_replay",
     "gdn_gates",

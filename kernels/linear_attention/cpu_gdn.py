@@ -133,7 +133,9 @@ class _Value:
     """[B, Hv, window, V], zero behind the count, decays since the entry folded in."""
 
     @classmethod
-    def load(cls, state: torch.Tensor, ring: ReplayRing, index: torch.Tensor, counts: torch.Tensor) -> "_Value":
+    def load(
+        cls, state: torch.Tensor, ring: ReplayRing, index: torch.Tensor, counts: torch.Tensor
+    ) -> "_Value":
         valid = torch.arange(ring.window) < counts[:, None, None]
         g = torch.where(valid, ring.g[index], 0.0)
         # sums of later entries' g: a difference of two running sums would lose small decays behind large ones

@@ -64,8 +64,8 @@ def exp_exact(x):
     """exp(x) to about one rounding, for x < 88; below -87 as at -87.
 
     Triton's exp rounds x / ln 2 before the hardware's exp2, which errs by |x| roundings: too much for a decay
-    that multiplies a whole state. Here the whole part of x / ln 2 is split off first (ln 2 in two parts, so that
-    the rest is exact), and of the rest's product at most half a rounding remains.
+    that multiplies a whole state. Here the whole part of x / ln 2 is split off first, with ln 2 in two parts,
+    so that the rest is exact; of its product at most half a rounding remains.
     """
     x = tl.maximum(x, -87.0, propagate_nan=tl.PropagateNan.ALL)
     n = tl.floor(x * 1.44269504088896341 + 0.5)

@@ -187,8 +187,6 @@ def cases() -> list[Case]:
 def warmups() -> list[Callable[[], object]]:
     return [
         *prefill_call(triton_prefill.attention_prefill, 16, 16, 256)[:1],
-        # few and many splits a row are two variants of the combining kernel
         decode_call((16,), 256),
-        decode_call((16,) * 256, 256),
         write_call(triton_write.write_kv, 16, 256),
     ]

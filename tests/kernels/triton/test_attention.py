@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hybridserve.kernels.attention import choice
+from hybridserve.kernels.attention import choice, triton_decode
 from hybridserve.kernels.attention.reference import attention_reference
 from hybridserve.kernels.attention.triton_decode import attention_decode
 from hybridserve.kernels.attention.triton_merge import merge_
@@ -263,10 +263,18 @@ def test_decode_magnitudes(magnitude: float, device: torch.device):
 
 @pytest.mark.parametrize("rows", [40, 300])
 def test_decode_long_splits_and_large_batches(rows: int, device: torch.device):
-    # enough rows of one page or two, and a few that are cut
-    lens = [1 + i % 20 for i in range(rows)]
+    # enough rows of one page or two, and a few that are cut; the interpreter takes long for each of them
+    lens = [1 + i % 20 if GPU or i % 9 == 0 else 0 for i in range(rows)]
     lens[3], lens[rows - 1] = (9000, 1100) if GPU else (600, 530)
     check_decode(lens, device)
+
+
+@pytest.mark.skipif(GPU, reason="a GPU has its own number of programs")
+@pytest.mark.parametrize("processors", [1, 3, 10])
+def test_decode_whatever_the_number_of_programs(processors: int, device, monkeypatch):
+    monkeypatch.setattr(triton_decode, "_multiprocessors", lambda device: processors)
+    check_decode((150, 0, 1, 330, 64), device, heads=(6, 3), dim=16)
+    check_decode((128,) * 5, device, heads=(3, 3), dim=16)
 
 
 def test_decode_order_of_rows_changes_no_bit(device: torch.device):
@@ -355,7 +363,7 @@ def test_pages_behind_two_to_the_31_elements(check: Callable[..., None], device:
 
 @needs_gpu
 def test_no_compilation_after_the_first_lengths(device: torch.device):
-    from hybridserve.kernels.attention import triton_decode, triton_prefill
+    from hybridserve.kernels.attention import triton_prefill
 
     kernels = (triton_prefill._prefill_kernel, triton_decode._decode_kernel, triton_decode._combine_kernel)
 
