@@ -1,6 +1,6 @@
 """Gated DeltaNet's decode steps in plain PyTorch, with the arguments of the fused kernels for a GPU.
 
-Composed of this package's CPU operators. Knows nothing of when a ring is flushed: `replay_flushes`.
+Composed of this package's CPU operators. Knows nothing of when a ring is flushed: `replay_entries`.
 """
 
 from dataclasses import dataclass

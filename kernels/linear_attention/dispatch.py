@@ -164,7 +164,7 @@ def gdn_decode_replay(
     """`gdn_decode_fused` from S + ring; arguments as there, and
 
     ring: its k in the dtype of qkv; its rows are `state_indices`, too. Entries from `counts` on are not read.
-    counts: int64 [B], valid entries before this step, < window. flushes: bool [B] (`replay_flushes`): where
+    counts: int64 [B], valid entries before this step, < window. flushes: bool [B] (`replay_entries`): where
         true, S takes the ring and this token and no entry is written; else S is only read and entry `counts`
         is written. The caller's next count is 0 or counts + 1.
     """

@@ -5,15 +5,12 @@ Knows nothing of where rings are stored, or of the device. The derivation is in 
 """
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
 
 REPLAY_WINDOW = 16
 """Steps from one write of a state to the next; a power of two."""
-
-Ints = TypeVar("Ints", int, torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -46,18 +43,3 @@ def replay_entries(
     """
     cycle = (recurrent_tokens + stagger % window) % window
     return np.minimum(recurrent_tokens, cycle), cycle == window - 1
-
-
-def replay_flushes(counts: Ints, positions: Ints, state_indices: Ints, window: int = REPLAY_WINDOW) -> Ints:
-    """Whether a step folds the ring and its own token into S, leaving the ring empty; else it adds an entry.
-
-    counts: valid entries before the step, < window: the tokens since S was written, whoever wrote it (prefill
-        and `flush_replay` leave 0). positions: of the step's token. state_indices: row of the state.
-    All int64 tensors of one shape, or all plain ints. A row flushes once in `window` steps, at positions that
-    its state index staggers, and earlier where its ring would overflow: only the count must be right, so a
-    sequence may join, move to another unit or be copied (with its count) at any step. After the step a row's
-    count is 0 where this is true, and one more where it is not.
-    """
-    # the top bits of a multiplicative hash: units lie at multiples of large powers of two
-    stagger = ((state_indices * 0x9E3779B1) % 2**32 * window) // 2**32
-    return (counts + 1 >= window) | ((positions + 1 + stagger) % window == 0)

@@ -2,7 +2,7 @@
 
 With G the sum of the log decays since S was written, the step's own included, and G_j that of entries up to
 j, the state's value times k is exp(G) S k + sum_j exp(G - G_j) u_j (k_j . k), and so for q: a step reads S
-and the entries, and writes one entry (README). Knows nothing of when to flush: `replay_flushes`.
+and the entries, and writes one entry (README). Knows nothing of when to flush: `replay_entries`.
 """
 
 import torch
@@ -264,7 +264,7 @@ def gdn_decode_replay(
     """`gdn_decode_fused` from S + ring; arguments as there, and
 
     ring: its k in the dtype of qkv; its rows are `state_indices`, too. Entries from `counts` on are not read.
-    counts: int64 [B], valid entries before this step, < window. flushes: bool [B] (`replay_flushes`): where
+    counts: int64 [B], valid entries before this step, < window. flushes: bool [B] (`replay_entries`): where
         true, S takes the ring and this token and no entry is written; else S is only read and entry `counts`
         is written. The caller's next count is 0 or counts + 1.
     A row whose index is negative touches nothing, and its output is zero. Can be captured in a CUDA graph.

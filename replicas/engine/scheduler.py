@@ -87,11 +87,12 @@ class Scheduler:
             ending = bool(self._running) and all(r.awaits_its_last_token for r in self._running)
             assert ending or not self.has_requests, "requests wait but none can be scheduled"
             return None
-        # a chunk of one token with earlier context is fit for the recurrent form, whatever brought it here
-        rows = [r for r, count in scheduled.items() if count == 1 and r.num_computed_tokens > 0]
+        # a last token with earlier context is fit for the recurrent form, whatever brought it here. One in the
+        # middle of a prompt is not: the chunk after it would go on from a state that its ring completes
+        rows = [r for r in scheduled if r.is_decode]
         # in the order of their states, so that a kernel finds neighbours side by side
         rows.sort(key=lambda r: r.unit_table)
-        chunks = [r for r, count in scheduled.items() if count > 1 or r.num_computed_tokens == 0]
+        chunks = [r for r in scheduled if not r.is_decode]
         sequences = tuple(self._sequence(r, scheduled[r]) for r in rows + chunks)
         for at, (request, sequence) in enumerate(zip(rows + chunks, sequences, strict=True)):
             request.num_computed_tokens += len(sequence.token_ids)

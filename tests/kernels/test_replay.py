@@ -1,14 +1,13 @@
 """The replay ring in plain form: S + ring is the recurrence's state, and the rule of when it is folded."""
 
+import numpy as np
 import pytest
 import torch
 
 from hybridserve.kernels.linear_attention.reference import linear_attention_reference
-from hybridserve.kernels.linear_attention.replay import REPLAY_WINDOW, replay_flushes
+from hybridserve.kernels.linear_attention.replay import REPLAY_WINDOW, replay_entries
 from hybridserve.kernels.linear_attention.replay_reference import ReplayState, replay_decode_reference
 from hybridserve.kernels.testing import relative_error
-
-UNIT_STEP = 51_904_512 // 256
 
 
 @pytest.mark.parametrize("g_scale", [0.0, 0.1, 20.0])
@@ -32,44 +31,24 @@ def test_replay_is_the_recurrence(flush_every, g_scale):
     assert relative_error(replay.state, exact_state) < 1e-14
 
 
-def steps_between_flushes(count: int, position: int, index: int, steps: int) -> list[int]:
-    """Steps from one flush to the next, the first counted from now."""
-    gaps, since = [], 0
-    for p in range(position, position + steps):
-        since += 1
-        if replay_flushes(count, p, index):
-            gaps.append(since)
-            since = count = 0
-        else:
-            count += 1
-        assert count < REPLAY_WINDOW
-    return gaps
+@pytest.mark.parametrize("stagger", [0, 1, 7, 15, 16, 2**63 + 5])
+def test_a_row_flushes_once_in_a_window_and_counts_its_entries(stagger):
+    tokens = np.arange(100)
+    counts, flushes = replay_entries(tokens, np.full(100, stagger % REPLAY_WINDOW), REPLAY_WINDOW)
+    at = np.flatnonzero(flushes)
+    assert at[0] < REPLAY_WINDOW and set(np.diff(at)) == {REPLAY_WINDOW}
+    entries = 0
+    for count, flush in zip(counts, flushes, strict=True):
+        assert count == entries < REPLAY_WINDOW
+        entries = 0 if flush else entries + 1
 
 
-@pytest.mark.parametrize("count", [0, 3, 15])
-@pytest.mark.parametrize("index", [0, 7 * UNIT_STEP, 1999 * UNIT_STEP])
-def test_a_row_flushes_once_in_a_window_and_first_within_one(index, count):
-    first, *rest = steps_between_flushes(count, 1000, index, 100)
-    assert first <= REPLAY_WINDOW - count
-    assert set(rest[1:]) == {REPLAY_WINDOW} and rest[0] <= REPLAY_WINDOW
-
-
-def test_flushes_of_units_that_advance_together_are_spread():
-    index = torch.arange(256) * UNIT_STEP
-    counts, flushed = torch.zeros(256, dtype=torch.int64), []
-    for position in range(500, 500 + 3 * REPLAY_WINDOW):
-        now = replay_flushes(counts, torch.full_like(index, position), index)
-        counts = torch.where(now, 0, counts + 1)
-        flushed.append(int(now.sum()))
-    assert sum(flushed[REPLAY_WINDOW:]) == 2 * 256
+def test_flushes_of_rows_that_advance_together_are_spread():
+    generator = np.random.default_rng(3)
+    stagger = generator.integers(0, 2**40, 256)
+    flushed = [
+        int(replay_entries(np.full(256, step), stagger, REPLAY_WINDOW)[1].sum())
+        for step in range(REPLAY_WINDOW, 3 * REPLAY_WINDOW)
+    ]
+    assert sum(flushed) == 2 * 256
     assert max(flushed) <= 2 * 256 / REPLAY_WINDOW
-
-
-def test_tensors_and_ints_follow_one_rule():
-    generator = torch.Generator().manual_seed(3)
-    counts, positions, index = (
-        torch.randint(high, (500,), generator=generator) for high in (REPLAY_WINDOW, 1 << 20, 1 << 30)
-    )
-    flags = replay_flushes(counts, positions, index)
-    rows = zip(counts.tolist(), positions.tolist(), index.tolist(), strict=True)
-    assert flags.tolist() == [bool(replay_flushes(*row)) for row in rows]
