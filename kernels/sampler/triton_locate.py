@@ -11,13 +11,13 @@ import triton.language as tl
 from hybridserve.kernels.sampler.triton_math import (
     LOWEST,
     NONE,
+    best_drawn,
     best_of,
     bounded,
     id_in,
     inverse_temperature,
     load_columns,
     noise_key,
-    noise_of,
     score_in,
     sharpness,
 )
@@ -116,19 +116,20 @@ def locate(
         high, low = inverse_temperature(heat)
         natural = (high.to(tl.float64) + low.to(tl.float64)) * 0.6931471805599453
         scale = tl.exp((chunk_peak - top).to(tl.float64) * natural)
-        chunk_mass = tl.load(here + MASS * num_chunks, mask=real, other=0.0).to(tl.float64) * scale
+        # masses are known where a top_p needs them
+        weighed = chunks < tl.where(p < 1, num_chunks, 0)
+        chunk_mass = tl.load(here + MASS * num_chunks, mask=weighed, other=0.0).to(tl.float64) * scale
         index = tl.arange(0, PADDED)
         by_count = is_counted(k, vocab)
         used = (index >= tl.where(by_count & is_short(k, CANDIDATES), GUARD, 0)) & (index < PIVOTS)
         pivot = tl.load(pivots + row * PADDED + index, mask=used, other=0.0)
         grid = index[:, None] * num_chunks + chunks[None, :]
-        both = used[:, None] & real[None, :]
         above = floats + (row * (FIRST_MASS + PIVOTS) + FIRST_MASS) * num_chunks
-        mass = tl.sum(tl.load(above + grid, mask=both, other=0.0).to(tl.float64) * scale[None, :], axis=1)
+        mass = tl.sum(tl.load(above + grid, mask=used[:, None] & weighed[None, :], other=0.0).to(tl.float64) * scale[None, :], axis=1)
         count = tl.zeros([PADDED], tl.int32)
         if by_count:
             counted = counts + row * PIVOTS * num_chunks
-            count = tl.sum(tl.load(counted + grid, mask=both, other=0), axis=1)
+            count = tl.sum(tl.load(counted + grid, mask=used[:, None] & real[None, :], other=0), axis=1)
         _locate_filtered(plan, top, tl.sum(chunk_mass), heat, k, p, least, pivot, count, mass, used, vocab)
         tl.store(gathered + row, 0)
     else:
@@ -139,6 +140,35 @@ def locate(
         token = id_in(best_of(score_in(chunk_best) + moved, id_in(chunk_best), real))
         # of a row of NaN a padding column may come out best
         tl.store(tokens + row, tl.minimum(token.to(tl.int64), vocab - 1))
+
+
+@triton.jit
+def _append(
+    listed,
+    place,
+    row,
+    start,
+    vocab,
+    low,
+    high,
+    CHUNK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Store the tokens of (low, high] of a chunk in a list, from `place` on, by rising id.
+
+    The chunk is read again, from the L1, in tiles: a scatter of all of it at once takes 240 registers.
+    """
+    for at in range(0, CHUNK, TILE):
+        cols = start + at + tl.arange(0, TILE)
+        x = bounded(load_columns(row, cols, vocab))
+        between = ((cols < vocab) & (x > low) & (x <= high)).to(tl.int32)
+        found = tl.sum(between)
+        if found > 0:
+            slot = place + tl.cumsum(between, 0) - 1
+            entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | cols
+            tl.store(listed + slot, entry, mask=(between > 0) & (slot < CANDIDATES))
+            place += found
 
 
 @triton.jit
@@ -157,6 +187,7 @@ def gather_between(
     CHUNK: tl.constexpr,
     CANDIDATES: tl.constexpr,
     PLAN: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """One program a chunk of a filtered row: lists int64 [B, CANDIDATES], the tokens of its interval.
 
@@ -168,24 +199,25 @@ def gather_between(
     row = (tl.program_id(0) // num_chunks).to(tl.int64)
     chunk = tl.program_id(0) % num_chunks
     plan = plans + row * PLAN
-    if tl.load(plan + KIND) == FILTERED:
-        low = tl.load(plan + LOW).to(tl.float32)
-        high = tl.load(plan + HIGH).to(tl.float32)
-        cols = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = bounded(load_columns(logits + row * row_stride, cols, vocab))
+    # all at once, so that no wait follows another; of a settled row nothing but its kind is known
+    kind = tl.load(plan + KIND)
+    low = tl.load(plan + LOW).to(tl.float32)
+    high = tl.load(plan + HIGH).to(tl.float32)
+    top = tl.load(plan + TOP).to(tl.float32)
+    if kind == FILTERED:
+        start = chunk * CHUNK
+        cols = start + tl.arange(0, CHUNK)
+        this_row = logits + row * row_stride
+        x = bounded(load_columns(this_row, cols, vocab))
         x = tl.where(cols < vocab, x, -float("inf"))
-        between = (x > low) & (x <= high)
-        found = tl.sum(between.to(tl.int32))
+        found = tl.sum(((x > low) & (x <= high)).to(tl.int32))
         if found > 0:
-            start = tl.atomic_add(gathered + row, found, sem="relaxed")
-            place = start + tl.cumsum(between.to(tl.int32), 0) - 1
-            entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | cols
-            tl.store(lists + row * CANDIDATES + place, entry, mask=between & (place < CANDIDATES))
+            place = tl.atomic_add(gathered + row, found, sem="relaxed")
+            _append(lists + row * CANDIDATES, place, this_row, start, vocab, low, high, CHUNK, CANDIDATES, TILE)
         chunk_best = tl.full([], NONE, tl.int64)
-        # noise costs more than the rest, and most chunks may hold nothing that high
-        if tl.max(x) > high:
+        peak = tl.max(x)
+        if peak > high:
             heat = tl.load(temperature + row).to(tl.float32)
-            noise = noise_of(noise_key(keys, positions, row, HASHED), cols)
-            score = (x - tl.load(plan + TOP).to(tl.float32)) * sharpness(heat) + noise
-            chunk_best = best_of(score, cols, x > high)
+            key = noise_key(keys, positions, row, HASHED)
+            chunk_best = best_drawn(this_row, start, vocab, x, high, peak, top, heat, key, CHUNK, TILE)
         tl.store(best + row * num_chunks + chunk, chunk_best)

@@ -27,6 +27,8 @@ class Tuning:
 
     chunk: int = 4096
     """Columns that one program reads."""
+    warps: int = 4
+    """Of such a program."""
     sample: int = 8192
     """Logits of a row that its pivots are chosen from."""
     bins: int = 256
@@ -141,7 +143,8 @@ def _launch(
         CANDIDATES=tuning.candidates,
         PIVOTS=PIVOTS,
         PADDED=PIVOTS_PADDED,
-        num_warps=8,
+        TILE=min(tuning.tile, tuning.chunk),
+        num_warps=tuning.warps,
     )
     locate[rows](
         vocab,
@@ -175,7 +178,8 @@ def _launch(
         CHUNK=tuning.chunk,
         CANDIDATES=tuning.candidates,
         PLAN=PLAN,
-        num_warps=8,
+        TILE=min(tuning.tile, tuning.chunk),
+        num_warps=tuning.warps,
     )
     resolve[rows](
         *given,
