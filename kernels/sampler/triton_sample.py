@@ -29,6 +29,8 @@ class Tuning:
     """Columns that one program reads."""
     warps: int = 4
     """Of such a program."""
+    piece: int = 512
+    """Columns looked at together where a program goes through its chunk again."""
     sample: int = 8192
     """Logits of a row that its pivots are chosen from."""
     bins: int = 256
@@ -39,6 +41,8 @@ class Tuning:
     """Tokens that are sorted to end the search for a boundary."""
     tile: int = 512
     """Tokens looked at together while it goes on."""
+    row_warps: int = 8
+    """Of the program that goes through them."""
 
 
 SERVED = Tuning()
@@ -143,7 +147,7 @@ def _launch(
         CANDIDATES=tuning.candidates,
         PIVOTS=PIVOTS,
         PADDED=PIVOTS_PADDED,
-        TILE=min(tuning.tile, tuning.chunk),
+        TILE=min(tuning.piece, tuning.chunk),
         num_warps=tuning.warps,
     )
     locate[rows](
@@ -178,7 +182,7 @@ def _launch(
         CHUNK=tuning.chunk,
         CANDIDATES=tuning.candidates,
         PLAN=PLAN,
-        TILE=min(tuning.tile, tuning.chunk),
+        TILE=min(tuning.piece, tuning.chunk),
         num_warps=tuning.warps,
     )
     resolve[rows](
@@ -199,6 +203,6 @@ def _launch(
         RANKED=tuning.ranked,
         PLAN=PLAN,
         TILE=tuning.tile,
-        num_warps=8,
+        num_warps=tuning.row_warps,
     )
     return tokens, finite
