@@ -18,8 +18,10 @@ from hybridserve.kernels.sampler.triton_math import (
     inverse_temperature,
     load_columns,
     noise_key,
+    places,
     score_in,
     sharpness,
+    spread,
 )
 from hybridserve.kernels.sampler.triton_measure import (
     BROKEN,
@@ -143,35 +145,6 @@ def locate(
 
 
 @triton.jit
-def _append(
-    listed,
-    place,
-    row,
-    start,
-    vocab,
-    low,
-    high,
-    CHUNK: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Store the tokens of (low, high] of a chunk in a list, from `place` on, by rising id.
-
-    The chunk is read again, from the L1, in tiles: a scatter of all of it at once takes 240 registers.
-    """
-    for at in range(0, CHUNK, TILE):
-        cols = start + at + tl.arange(0, TILE)
-        x = bounded(load_columns(row, cols, vocab))
-        between = ((cols < vocab) & (x > low) & (x <= high)).to(tl.int32)
-        found = tl.sum(between)
-        if found > 0:
-            slot = place + tl.cumsum(between, 0) - 1
-            entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | cols
-            tl.store(listed + slot, entry, mask=(between > 0) & (slot < CANDIDATES))
-            place += found
-
-
-@triton.jit
 def gather_between(
     logits,
     row_stride,
@@ -182,17 +155,18 @@ def gather_between(
     plans,
     gathered,
     lists,
-    best,
+    above,
     HASHED: tl.constexpr,
     CHUNK: tl.constexpr,
     CANDIDATES: tl.constexpr,
     PLAN: tl.constexpr,
     TILE: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """One program a chunk of a filtered row: lists int64 [B, CANDIDATES], the tokens of its interval.
 
     An entry is the bits of a logit above its id. Chunks take places as they come, so that a reader must not
-    depend on a list's order; tokens that do not fit are only counted. best: int64 [B, chunks], of the score
+    depend on a list's order; tokens that do not fit are only counted. above: int64 [B, chunks], `best_of` the score
     (logit - top) / temperature + noise of the tokens above the interval.
     """
     num_chunks = tl.cdiv(vocab, CHUNK)
@@ -206,18 +180,23 @@ def gather_between(
     top = tl.load(plan + TOP).to(tl.float32)
     if kind == FILTERED:
         start = chunk * CHUNK
-        cols = start + tl.arange(0, CHUNK)
+        cols = spread(start, CHUNK // LANES, LANES)
         this_row = logits + row * row_stride
         x = bounded(load_columns(this_row, cols, vocab))
         x = tl.where(cols < vocab, x, -float("inf"))
-        found = tl.sum(((x > low) & (x <= high)).to(tl.int32))
+        between = ((x > low) & (x <= high)).to(tl.int32)
+        found = tl.sum(between)
         if found > 0:
-            place = tl.atomic_add(gathered + row, found, sem="relaxed")
-            _append(lists + row * CANDIDATES, place, this_row, start, vocab, low, high, CHUNK, CANDIDATES, TILE)
+            first = tl.atomic_add(gathered + row, found, sem="relaxed")
+            place = first + places(between, LANES)
+            entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | cols
+            tl.store(lists + row * CANDIDATES + place, entry, mask=(between > 0) & (place < CANDIDATES))
         chunk_best = tl.full([], NONE, tl.int64)
         peak = tl.max(x)
         if peak > high:
             heat = tl.load(temperature + row).to(tl.float32)
             key = noise_key(keys, positions, row, HASHED)
-            chunk_best = best_drawn(this_row, start, vocab, x, high, peak, top, heat, key, CHUNK, TILE)
-        tl.store(best + row * num_chunks + chunk, chunk_best)
+            chunk_best = best_drawn(
+                this_row, start, vocab, x, cols, high, peak, top, heat, key, CHUNK, TILE
+            )
+        tl.store(above + row * num_chunks + chunk, chunk_best)

@@ -82,14 +82,16 @@ def best_of(score, ids, kept):
 
 
 @triton.jit
-def best_drawn(row, start, vocab, x, above, peak, top, heat, key, CHUNK: tl.constexpr, TILE: tl.constexpr):
+def best_drawn(
+    row, start, vocab, x, cols, above, peak, top, heat, key, CHUNK: tl.constexpr, TILE: tl.constexpr
+):
     """`best_of` the scores (x - top) / temperature + noise of those of x that are greater than `above`.
 
-    x: bounded logits of the columns [start, start + CHUNK) of a row; peak: the largest of them, above `above`.
+    x: bounded logits of the columns cols, all of [start, start + CHUNK) of a row; peak: the largest of them,
+    greater than `above`.
     The best score has the least exp(-noise) / weight. A bound of that is cheap; where it leaves one token, as
     nearly always, noise is computed for that one, and for all of them otherwise.
     """
-    cols = start + tl.arange(0, CHUNK)
     rate = sharpness(heat)
     bound = least_exponential(key, cols) * tl.exp2((peak - x) * (rate * _LOG2E))
     bound = tl.where((cols < vocab) & (x > above), bound, float("inf"))
@@ -117,6 +119,24 @@ def score_in(best):
 @triton.jit
 def id_in(best):
     return (best & IDS).to(tl.int32) ^ IDS
+
+
+@triton.jit
+def spread(start, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """int32 [ROWS, LANES], counting from `start`; one column a thread of LANES.
+
+    Told of one contiguous element only, the compiler gives a thread no neighbours: what it loads is then laid
+    out as what it scatters, and sums over the rows stay inside threads.
+    """
+    at = tl.arange(0, ROWS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    return tl.max_contiguous(start + at, [1, 1])
+
+
+@triton.jit
+def places(flags, LANES: tl.constexpr):
+    """int32 [ROWS, LANES], a different number from 0 for each 1 of the flags, int32, of `spread` elements."""
+    each = tl.sum(flags, axis=0)
+    return tl.cumsum(flags, 0) - flags + (tl.cumsum(each, 0) - each)[None, :]
 
 
 @triton.jit

@@ -210,7 +210,7 @@ def measure_chunks(
     elif heat > 0:
         key = noise_key(keys, positions, row, HASHED)
         none = -float("inf")
-        found = best_drawn(this_row, start, vocab, x, none, peak, peak, heat, key, CHUNK, TILE)
+        found = best_drawn(this_row, start, vocab, x, cols, none, peak, peak, heat, key, CHUNK, TILE)
         tl.store(best + row * num_chunks + chunk, found)
     else:
         tl.store(best + row * num_chunks + chunk, best_of(x - peak, cols, cols < vocab))

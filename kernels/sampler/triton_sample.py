@@ -26,11 +26,11 @@ class Tuning:
     """Sizes that change speed, and rounding by way of `chunk`, but nothing else. All are powers of two."""
 
     chunk: int = 4096
-    """Columns that one program reads."""
-    warps: int = 4
-    """Of such a program."""
+    """Columns that one program of the first pass reads."""
+    gathered: int = 2048
+    """Columns that one program of the second pass reads."""
     piece: int = 512
-    """Columns looked at together where a program goes through its chunk again."""
+    """Columns looked at together where a program of either goes through its own again."""
     sample: int = 8192
     """Logits of a row that its pivots are chosen from."""
     bins: int = 256
@@ -39,10 +39,8 @@ class Tuning:
     """Tokens that may be gathered around a boundary; where it takes more, the row is scanned whole."""
     ranked: int = 512
     """Tokens that are sorted to end the search for a boundary."""
-    tile: int = 512
-    """Tokens looked at together while it goes on."""
-    row_warps: int = 8
-    """Of the program that goes through them."""
+    tile: int = 4096
+    """Tokens looked at together while it goes on; at least 512."""
 
 
 SERVED = Tuning()
@@ -105,7 +103,7 @@ def _launch(
     """keys: with positions, the seeds."""
     num_rows, vocab = logits.shape
     device, hashed = logits.device, positions is not None
-    num_chunks = triton.cdiv(vocab, tuning.chunk)
+    num_chunks, num_parts = triton.cdiv(vocab, tuning.chunk), triton.cdiv(vocab, tuning.gathered)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     finite = torch.empty(num_rows, dtype=torch.bool, device=device)
     if not num_rows:
@@ -114,6 +112,7 @@ def _launch(
     floats = torch.empty(num_rows, FLOATS, num_chunks, device=device)
     counts = torch.empty(num_rows, PIVOTS, num_chunks, dtype=torch.int32, device=device)
     best = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=device)
+    above = torch.empty(num_rows, num_parts, dtype=torch.int64, device=device)
     plans = torch.empty(num_rows, PLAN, dtype=torch.float64, device=device)
     gathered = torch.empty(num_rows, dtype=torch.int32, device=device)
     lists = torch.empty(num_rows, tuning.candidates, dtype=torch.int64, device=device)
@@ -122,7 +121,6 @@ def _launch(
     rows, chunks = (num_rows,), (num_rows * num_chunks,)
     given = (logits, logits.stride(0), vocab)
     options = (temperature, top_k, top_p, min_p)
-    padded = triton.next_power_of_2(num_chunks)
     choose_pivots[rows](
         *given,
         *options,
@@ -148,7 +146,7 @@ def _launch(
         PIVOTS=PIVOTS,
         PADDED=PIVOTS_PADDED,
         TILE=min(tuning.piece, tuning.chunk),
-        num_warps=tuning.warps,
+        num_warps=4,
     )
     locate[rows](
         vocab,
@@ -162,14 +160,14 @@ def _launch(
         tokens,
         finite,
         CHUNK=tuning.chunk,
-        CHUNKS_PADDED=padded,
+        CHUNKS_PADDED=triton.next_power_of_2(num_chunks),
         CANDIDATES=tuning.candidates,
         PIVOTS=PIVOTS,
         PADDED=PIVOTS_PADDED,
         PLAN=PLAN,
         num_warps=4,
     )
-    gather_between[chunks](
+    gather_between[(num_rows * num_parts,)](
         *given,
         temperature,
         keys,
@@ -177,13 +175,15 @@ def _launch(
         plans,
         gathered,
         lists,
-        best,
+        above,
         HASHED=hashed,
-        CHUNK=tuning.chunk,
+        CHUNK=tuning.gathered,
         CANDIDATES=tuning.candidates,
         PLAN=PLAN,
-        TILE=min(tuning.piece, tuning.chunk),
-        num_warps=tuning.warps,
+        TILE=min(tuning.piece, tuning.gathered),
+        LANES=128,
+        num_warps=4,
+        maxnreg=64,
     )
     resolve[rows](
         *given,
@@ -194,15 +194,16 @@ def _launch(
         gathered,
         lists,
         scratch,
-        best,
+        above,
         tokens,
         HASHED=hashed,
-        CHUNK=tuning.chunk,
-        CHUNKS_PADDED=padded,
+        CHUNK=tuning.gathered,
+        CHUNKS_PADDED=triton.next_power_of_2(num_parts),
         CANDIDATES=tuning.candidates,
         RANKED=tuning.ranked,
         PLAN=PLAN,
         TILE=tuning.tile,
-        num_warps=tuning.row_warps,
+        LANES=256,
+        num_warps=8,
     )
     return tokens, finite
