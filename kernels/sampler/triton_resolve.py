@@ -225,7 +225,7 @@ def _boundary(
             LANES,
         )
         if left <= RANKED:
-            x, ids = _rank(row, listed, in_row, size, low, high, scratch, RANKED, TILE // 2, LANES)
+            x, ids = _rank(row, listed, in_row, size, low, high, scratch, RANKED, TILE, LANES)
             index = tl.arange(0, RANKED)
             ranked = (index < left) & (count + index < limit)
             weight = tl.exp((x - top).to(tl.float64) / heat.to(tl.float64))

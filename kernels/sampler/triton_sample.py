@@ -39,7 +39,7 @@ class Tuning:
     """Tokens that may be gathered around a boundary; where it takes more, the row is scanned whole."""
     ranked: int = 512
     """Tokens that are sorted to end the search for a boundary."""
-    tile: int = 4096
+    tile: int = 2048
     """Tokens looked at together while it goes on; at least 512."""
 
 
