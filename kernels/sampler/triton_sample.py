@@ -205,5 +205,6 @@ def _launch(
         TILE=tuning.tile,
         LANES=256,
         num_warps=8,
+        maxnreg=128,
     )
     return tokens, finite
