@@ -73,7 +73,7 @@ class ServingSettings(_Section):
     """Sequences in one step, at most."""
     max_concurrent_requests: PositiveInt = 256
     """Requests in flight, over all ingress replicas; more are answered 429."""
-    max_num_batched_tokens: PositiveInt = 2048
+    max_num_batched_tokens: PositiveInt | None = None
     cache_memory: Size | None = None
     """Of one shard's arena, like "512MiB"; by default what the engine finds room for."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
@@ -148,6 +148,11 @@ def load_settings(args: object, base: Path) -> AppSettings:
     except ValidationError as error:
         raise ValueError("bad configuration: " + "; ".join(map(_describe, error.errors()))) from None
     path = (base / Path(settings.model.path).expanduser()).resolve()
+    if path.is_file():
+        raise ValueError(
+            f"bad configuration: model.path {settings.model.path!r} is a file; a server needs the folder of "
+            "a checkpoint, with its tokenizer"
+        )
     if not (path / "config.json").is_file():
         raise ValueError(
             f"bad configuration: model.path {settings.model.path!r}: there is no {path}/config.json"

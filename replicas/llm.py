@@ -13,11 +13,12 @@ from hybridserve.replicas.engine.build import build_engine
 from hybridserve.replicas.engine.config import EngineConfig
 from hybridserve.replicas.engine.engine import Engine
 from hybridserve.replicas.generation import TextListener, answer_prompts, naming_prompt
-from hybridserve.replicas.models.config import load_generation_defaults
+from hybridserve.replicas.models.config import is_shape_file, load_generation_defaults
 from hybridserve.replicas.outputs import RequestOutput
 from hybridserve.replicas.progress import answer_progress, weight_progress
 from hybridserve.replicas.prompts import Prompt, TokenizedPrompt, as_prompt_list, tokenize_prompt
 from hybridserve.replicas.sampling_params import SamplingParams
+from hybridserve.replicas.text.no_tokenizer import NoTokenizer
 from hybridserve.replicas.text.tokenizer import Tokenizer
 
 __all__ = ["LLM", "SamplingParams"]
@@ -40,17 +41,22 @@ class LLM:
         tensor_parallel_size: int = 1,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int | None = None,
         gpu_memory_utilization: float = 0.9,
         cache_memory_bytes: int | None = None,
         page_size: int = 16,
         load_format: str = "auto",
+        enforce_eager: bool = False,
         seed: int = 0,
         hf_overrides: Mapping[str, object] | None = None,
         num_threads: int | None = None,
         show_progress: bool = True,
+        skip_tokenizer_init: bool = False,
     ) -> None:
         """Load the model; the options are `EngineConfig`'s, `show_progress` draws a bar while weights load.
+
+        With `skip_tokenizer_init`, and always for a shape without weights, there is no tokenizer: prompts are
+        token ids, and outputs have ids and no text.
 
         Raises:
             ValueError: an option is out of its bounds, or the checkpoint is missing, broken or unsupported.
@@ -67,12 +73,14 @@ class LLM:
             cache_memory_bytes=cache_memory_bytes,
             page_size=page_size,
             load_format=load_format,
+            enforce_eager=enforce_eager,
             seed=seed,
             num_threads=num_threads,
             hf_overrides=dict(hf_overrides or {}),
         )
         # first what is quick to fail
-        tokenizer = Tokenizer.load(config.model)
+        without = skip_tokenizer_init or is_shape_file(config.model)
+        tokenizer = NoTokenizer(config.model) if without else Tokenizer.load(config.model)
         default_params = default_sampling_params(load_generation_defaults(config.model))
         with weight_progress() if show_progress else nullcontext() as progress:
             engine = build_engine(config, progress=progress)
@@ -184,6 +192,7 @@ class LLM:
         if sampling_params is None:
             sampling_params = self._default_params
         if isinstance(sampling_params, SamplingParams):
+            self._check_stops(sampling_params)
             return [sampling_params] * num_prompts
         params = list(sampling_params)
         if len(params) != num_prompts:
@@ -193,7 +202,15 @@ class LLM:
                 raise ValueError(
                     f"sampling_params[{index}] must be SamplingParams, got {type(entry).__name__}"
                 )
+            self._check_stops(entry)
         return params
+
+    def _check_stops(self, params: SamplingParams) -> None:
+        if params.stop and not self._tokenizer.has_text:
+            raise ValueError(
+                f"stop is {list(params.stop)}, but without a tokenizer there is no text to find it in; "
+                "use stop_token_ids"
+            )
 
     def _answer(
         self,

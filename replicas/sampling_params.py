@@ -129,6 +129,10 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def has_penalty(self) -> bool:
+        return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
+
 
 def _whole(name: str, value: object, low: int, high: int | None) -> None:
     """Raise unless `value` is an int (a bool is not) in [low, high]."""

@@ -1,5 +1,5 @@
 """Softmax attention over a paged KV cache."""
 
-from hybridserve.kernels.attention.choice import attention_decode, attention_prefill, write_kv
+from hybridserve.kernels.attention.choice import CONTEXT_PIECE, attention_decode, attention_prefill, write_kv
 
-__all__ = ["attention_decode", "attention_prefill", "write_kv"]
+__all__ = ["CONTEXT_PIECE", "attention_decode", "attention_prefill", "write_kv"]

@@ -53,3 +53,26 @@ def causal_conv1d_prefill(
 
         return triton_prefill.causal_conv1d_prefill(*args)
     return cpu.causal_conv1d_prefill(*args)
+
+
+def causal_conv1d_prefill_split(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_state: torch.Tensor,
+    state_indices: torch.Tensor,
+    has_initial_state: torch.Tensor,
+    query_lens: tuple[int, ...],
+    context_lens: tuple[int, ...],
+    sizes: tuple[int, int, int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`causal_conv1d_prefill` whose result comes as three tensors [T, size] of neighbouring channels.
+
+    sizes: channels of q, k and v, sum C. Dense on a GPU, where the kernel writes them so; else views.
+    """
+    args = x, weight, bias, conv_state, state_indices, has_initial_state, query_lens, context_lens
+    if x.is_cuda:
+        from hybridserve.kernels.causal_conv1d import triton_prefill
+
+        return triton_prefill.causal_conv1d_prefill_split(*args, sizes)
+    return cpu.causal_conv1d_prefill(*args).split_with_sizes(sizes, -1)

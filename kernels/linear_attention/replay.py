@@ -7,6 +7,7 @@ Knows nothing of where rings are stored, or of the device. The derivation is in 
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 REPLAY_WINDOW = 16
@@ -32,6 +33,19 @@ class ReplayRing:
     @property
     def window(self) -> int:
         return self.g.shape[2]
+
+
+def replay_entries(
+    recurrent_tokens: np.ndarray, stagger: np.ndarray, window: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(entries in a row's ring before a step, whether the step folds the ring and its own token into S).
+
+    recurrent_tokens: int64 [B], tokens since S was last whole (after a prefill). stagger: int64 [B], constant
+        for a row as long as its ring lives, wherever its unit lies. A row flushes once in `window` steps, the
+        first time after `window - stagger % window`. What this returns follows from the row alone.
+    """
+    cycle = (recurrent_tokens + stagger % window) % window
+    return np.minimum(recurrent_tokens, cycle), cycle == window - 1
 
 
 def replay_flushes(counts: Ints, positions: Ints, state_indices: Ints, window: int = REPLAY_WINDOW) -> Ints:

@@ -1,6 +1,6 @@
 """Rotary position embedding of a head's leading dims, in the half-split order."""
 
 from hybridserve.kernels.rotary.cpu import apply_rotary
-from hybridserve.kernels.rotary.dispatch import rotary_cos_sin
+from hybridserve.kernels.rotary.dispatch import qk_norm_rope_write, rotary_cos_sin
 
-__all__ = ["apply_rotary", "rotary_cos_sin"]
+__all__ = ["apply_rotary", "qk_norm_rope_write", "rotary_cos_sin"]

@@ -2,6 +2,9 @@
 
 import torch
 
+from hybridserve.kernels.attention.cpu import write_kv
+from hybridserve.kernels.rms_norm.cpu import rms_norm
+
 
 def rotary_cos_sin(
     positions: torch.Tensor, rotary_dim: int, theta: float
@@ -23,3 +26,29 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
     turned = (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
     return torch.cat((turned[0].to(x.dtype), turned[1].to(x.dtype), x[..., 2 * half :]), -1)
+
+
+def qk_norm_rope_write(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    key_slots: torch.Tensor,
+    value_slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    gated: bool,
+    k_out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As the folder's `qk_norm_rope_write`, step by step; every slot is a real one."""
+    kv_heads, dim = key_slots.shape[1:]
+    heads = qkv.unflatten(1, (-1, dim))
+    queries = (heads.shape[1] - 2 * kv_heads) // (2 if gated else 1)
+    q, k, v = heads[:, :queries], heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:]
+    q = apply_rotary(rms_norm(q, q_weight, eps, zero_centered=False), *rotary)
+    k = apply_rotary(rms_norm(k, k_weight, eps, zero_centered=False), *rotary)
+    write_kv(k, v, key_slots, value_slots, slot_mapping)
+    if k_out is not None:
+        k_out.copy_(k)
+    return q

@@ -71,11 +71,24 @@ class ParallelLMHead(Layer):
         weight = torch.empty(cut.count, hidden_size, dtype=dtype, device=device)
         self.weight = ShardedParameter(weight, {"": cut})
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [R, hidden_size]. Returns fp32 [R, vocab_size] on every rank."""
-        logits = F.linear(hidden, self.weight).float()
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden: [R, hidden_size]. Returns fp32 [R, vocab_size] on every rank, `out` where that is given."""
         if self.group.size == 1:
-            return logits
+            return self._local(hidden, out)
+        logits = self._gathered(hidden)
+        return logits if out is None else out.copy_(logits)
+
+    def _local(self, hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            # the sums are fp32 inside: rounding them to the model's dtype would only make equal logits
+            if out is None:
+                return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
+            return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32, out=out)
+        logits = F.linear(hidden, self.weight).float()
+        return logits if out is None else out.copy_(logits)
+
+    def _gathered(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(hidden, self.weight).float()
         # ranks gather equal widths; the padding lies past the vocabulary's end and is cut off
         padding = rows_per_rank(self.vocab_size, self.group) - logits.shape[1]
         return self.group.all_gather(F.pad(logits, (0, padding)), dim=1)[:, : self.vocab_size]

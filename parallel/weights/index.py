@@ -1,8 +1,9 @@
-"""Which file of a checkpoint folder holds which tensor. Torch-free: it reads names, never values."""
+"""Which file of a checkpoint folder holds which tensor, and where in it. Torch-free: it reads no values."""
 
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -23,7 +24,7 @@ def read_weight_map(folder: str | Path) -> dict[str, str]:
         return _read_index(index)
     single = folder / SINGLE_FILE
     if single.is_file():
-        return dict.fromkeys(_read_header(single), SINGLE_FILE)
+        return dict.fromkeys(read_header(single)[0], SINGLE_FILE)
     return {}
 
 
@@ -40,8 +41,15 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(path: Path) -> list[str]:
-    """Names of the tensors in one safetensors file: 8 bytes of little-endian length, then that much JSON."""
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """What the header of a safetensors file says, and the byte behind it, from which its offsets count.
+
+    The first is, by tensor name, an object with "dtype", "shape" and "data_offsets". The file begins with 8
+    bytes of little-endian length and then that much JSON.
+
+    Raises:
+        ValueError: it does not.
+    """
     with path.open("rb") as file:
         prefix = file.read(8)
         if len(prefix) < 8:
@@ -51,7 +59,9 @@ def _read_header(path: Path) -> list[str]:
             raise ValueError(f"{path} is not a safetensors file: its header claims {length} bytes")
         header = file.read(length)
     try:
-        names = json.loads(header)
+        entries = json.loads(header)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
-    return [name for name in names if name != "__metadata__"]
+    if not isinstance(entries, dict):
+        raise ValueError(f"{path} is not a safetensors file: its header is no JSON object")
+    return {name: entry for name, entry in entries.items() if name != "__metadata__"}, 8 + length

@@ -4,21 +4,27 @@ Owns the match between checkpoint names and parameters, which follows from the p
 nothing of mixers or of cutting, and draws no progress bar: it reports bytes to a callback.
 """
 
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+import torch
 from torch import nn
 
 from hybridserve.parallel.weights.checkpoint import Checkpoint
 from hybridserve.parallel.weights.dummy import DummyTensor
-from hybridserve.parallel.weights.parameter import ShardedParameter
+from hybridserve.parallel.weights.parameter import ShardedParameter, TensorSource
+from hybridserve.parallel.weights.workers import run_on_threads
 
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all) of checkpoint tensors."""
 
 MAX_NAMED = 5
+READ_THREADS = 8
+"""At most so many read at once: one alone copies out of the page cache more slowly than a GPU takes it."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,12 @@ def load_checkpoint(
     targets: Mapping[str, Target],
     skip: Callable[[str], str | None],
     progress: Progress | None = None,
+    num_threads: int | None = None,
 ) -> LoadReport:
     """Load every target from the safetensors in `folder`, reading this shard's slices only.
+
+    `num_threads` read at once, by default one a core and at most `READ_THREADS`. Beside the parameters, each
+    takes 16 MiB or less; nothing is read before all names and shapes are known to be right.
 
     `skip(name)` gives the reason to pass over a tensor that is no target, or None if it must not be there.
 
@@ -75,14 +85,8 @@ def load_checkpoint(
         # files in turn, so that each is read from front to back
         order = sorted(targets, key=lambda name: checkpoint.weight_map[name])
         sources = [checkpoint.tensor(name) for name in order]
-        total = sum(source.num_bytes for source in sources)
-        done = 0
-        for source in sources:
-            target = targets[source.name]
-            target.parameter.weight_loader(source, target.section)
-            done += source.num_bytes
-            if progress is not None:
-                progress(done, total)
+        threads = num_threads or min(READ_THREADS, len(os.sched_getaffinity(0)))
+        total = _fill(sources, targets, threads, progress)
     return LoadReport(len(sources), total, dict(skipped))
 
 
@@ -92,15 +96,44 @@ def load_dummy(targets: Mapping[str, Target], seed: int, progress: Progress | No
         DummyTensor(name, target.parameter.checkpoint_shape(target.section), target.parameter.init, seed)
         for name, target in targets.items()
     ]
-    total = sum(source.num_bytes for source in sources)
-    done = 0
+    # a GPU draws faster than one thread can tell it to, and more would wait for each other
+    on_cpu = all(target.parameter.device.type == "cpu" for target in targets.values())
+    total = _fill(sources, targets, torch.get_num_threads() if on_cpu else 1, progress)
+    return LoadReport(len(sources), total, {})
+
+
+class _SizedSource(TensorSource, Protocol):
+    @property
+    def num_bytes(self) -> int: ...
+
+
+def _fill(
+    sources: Sequence[_SizedSource],
+    targets: Mapping[str, Target],
+    num_threads: int,
+    progress: Progress | None,
+) -> int:
+    """Load every source into its target on `num_threads` threads; return the bytes of all."""
     for source in sources:
         target = targets[source.name]
+        target.parameter.check_shape(source, target.section)
+
+    def load(source: _SizedSource) -> None:
+        target = targets[source.name]
         target.parameter.weight_loader(source, target.section)
+
+    total, done = sum(source.num_bytes for source in sources), 0
+    # the largest first, so that no thread is left with an embedding when the others are done
+    order = sorted(sources, key=lambda source: -source.num_bytes)
+    devices = {target.parameter.device for target in targets.values()}
+    assert len(devices) == 1, devices
+    for source in run_on_threads(load, order, num_threads, devices.pop()):
         done += source.num_bytes
         if progress is not None:
             progress(done, total)
-    return LoadReport(len(sources), total, {})
+    # what the threads took for themselves is the arena's now
+    torch.cuda.empty_cache()
+    return total
 
 
 def _check_names(

@@ -26,8 +26,12 @@ class TensorSource(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def read(self, dim: int, start: int, end: int) -> torch.Tensor:
-        """Indices [start, end) of dimension `dim`, everything of the others."""
+    def copy_to(self, target: torch.Tensor, dim: int, start: int, end: int) -> None:
+        """Fill `target` with indices [start, end) of dimension `dim`, everything of the others.
+
+        `target` is on any device and has the shape of that. The work may be queued on the device's current
+        stream. Several threads may call it at once.
+        """
         ...
 
 
@@ -106,23 +110,29 @@ class ShardedParameter(nn.Parameter):
             shape.insert(dim, 1)
         return tuple(shape)
 
-    def weight_loader(self, source: TensorSource, section: str) -> None:
-        """Read this shard's part of `source` into its place, in the parameter's dtype.
-
-        Raises:
-            ValueError: the tensor is misshapen; names the tensor, its file and both shapes.
-        """
+    def check_shape(self, source: TensorSource, section: str) -> None:
+        """Raise ValueError if the tensor is misshapen; names the tensor, its file and both shapes."""
         expected = self.checkpoint_shape(section)
         if source.shape != expected:
             raise ValueError(
                 f"tensor {source.name} in {source.origin} has shape {list(source.shape)}, "
                 f"the model's config asks for {list(expected)}"
             )
+
+    def weight_loader(self, source: TensorSource, section: str) -> None:
+        """Read this shard's part of `source` into its place, in the parameter's dtype.
+
+        Raises:
+            ValueError: see `check_shape`.
+        """
+        self.check_shape(source, section)
         assert not self.squeeze or self.dim < min(self.squeeze), "the cut dimension keeps its number"
         offset = self._offset(section)
         for start, end in self.sections[section].ranges:
             target = self.data.narrow(self.dim, offset, end - start)
-            target.copy_(source.read(self.dim, start, end).reshape(target.shape))
+            for dim in self.squeeze:
+                target = target.unsqueeze(dim)
+            source.copy_to(target, self.dim, start, end)
             if self.shift:
                 target.add_(self.shift)
             offset += end - start

@@ -18,7 +18,7 @@ class EngineConfig:
     """
 
     model: str
-    """Folder of a Hugging Face checkpoint."""
+    """Folder of a Hugging Face checkpoint, or a shape file (see `load_model_config`) for random weights."""
     dtype: str = "auto"
     """"auto": the checkpoint's on a GPU, float32 on a CPU."""
     device: str = "auto"
@@ -26,13 +26,16 @@ class EngineConfig:
     max_model_len: int | None = None
     """None: the model's own limit, or what the arena holds if that is less."""
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
+    """None: 8,192 on a GPU, 2,048 on a CPU."""
     gpu_memory_utilization: float = 0.9
     cache_memory_bytes: int | None = None
     """Bytes of the arena. None: on a GPU what `gpu_memory_utilization` leaves, on a CPU a quarter of the free
     memory, at most 4 GiB."""
     page_size: int = 16
     load_format: str = "auto"
+    enforce_eager: bool = False
+    """On a GPU: run decode steps without CUDA graphs, to look into them."""
     seed: int = 0
     num_threads: int | None = None
     """CPU threads of one shard; None leaves torch's own choice."""
@@ -47,15 +50,17 @@ class EngineConfig:
         for name, allowed in (("dtype", DTYPES), ("device", DEVICES), ("load_format", LOAD_FORMATS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "page_size"):
+        for name in ("tensor_parallel_size", "max_num_seqs", "page_size"):
             self._check_positive(name)
-        for name in ("max_model_len", "cache_memory_bytes", "num_threads"):
+        for name in ("max_num_batched_tokens", "max_model_len", "cache_memory_bytes", "num_threads"):
             if getattr(self, name) is not None:
                 self._check_positive(name)
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
         if self.num_threads is not None and self.num_threads > MAX_THREADS:
             raise ValueError(f"num_threads must be at most {MAX_THREADS}, got {self.num_threads}")
+        if not isinstance(self.enforce_eager, bool):
+            raise ValueError(f"enforce_eager must be true or false, got {self.enforce_eager!r}")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ValueError(f"gpu_memory_utilization must be a number in (0, 1], got {share!r}")

@@ -1,20 +1,41 @@
 """The step loop's body: requests in, tokens out.
 
+Where the executor overlaps, step n + 1 is planned and handed over while step n runs, and only then are the
+tokens of n read: the planner counts a token that is not known yet as `PENDING`. The end of a sequence is then
+seen one step late, unless it is its length's; what the late step draws for it is dropped.
 Owns the requests and their ends. Touches no tensor (the executor does) and no text (callers detokenise).
 """
 
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hybridserve.replicas.arena.arena import Arena
-from hybridserve.replicas.engine.executor import Executor
-from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput, Sampled, ScheduledSequence, StepResult
+from hybridserve.replicas.engine.executor import Executor, RunningStep
+from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput, Sampled, StepPlan, StepResult
 from hybridserve.replicas.engine.request import Request
 from hybridserve.replicas.engine.scheduler import Scheduler, SchedulerLimits
+from hybridserve.replicas.engine.startup import StartupReport
 from hybridserve.replicas.engine.validation import check_prompt, check_token_ids
 from hybridserve.replicas.models.specs import ModelConfig
 from hybridserve.replicas.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a request has in a step that was handed over."""
+
+    request: Request
+    num_preemptions: int
+    """The request's when the step was planned: prompt logprobs from before a preemption are made again."""
+    samples: bool
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    step: RunningStep
+    shares: tuple[_Share, ...]
 
 
 class Engine:
@@ -30,8 +51,10 @@ class Engine:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         seed: int = 0,
+        startup_report: StartupReport | None = None,
     ) -> None:
         """`max_model_len` and `max_num_seqs` must already fit the arena (see `sizing`)."""
+        self.startup_report = startup_report or StartupReport()
         self.model_config = model_config
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
@@ -42,6 +65,7 @@ class Engine:
         self._seeds = random.Random(seed)
         self._step_ms = 0.0
         self._steps = 0
+        self._in_flight: _InFlight | None = None
 
     def add_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Queue a request; `params.n` is the caller's business (one request gives one answer).
@@ -78,13 +102,21 @@ class Engine:
         return bool(self._requests)
 
     def step(self) -> list[EngineOutput]:
-        """Plan and run one step; return the news of every request that has any."""
+        """Plan a step, run it, and return the news of every request that has any.
+
+        Where the executor overlaps, the news are those of the step before; a call may have none.
+        """
         began = time.perf_counter()
+        outputs: list[EngineOutput] = []
+        if self._scheduler.awaits_results:
+            outputs += self._collect()
         plan = self._scheduler.schedule()
-        if plan is None:
-            return []
-        result = self._executor.execute(plan)
-        outputs = [out for s in plan.sequences if (out := self._advance(s, result)) is not None]
+        submitted = self._submit(plan) if plan is not None else None
+        outputs += self._collect()
+        self._in_flight = submitted
+        if not self._executor.overlaps or not self._requests:
+            # with no request left, what still runs is nobody's
+            outputs += self._collect()
         if not self._requests:
             # nothing is owned now, so this costs little, and a leak is found where it was made
             self.arena.check_integrity()
@@ -108,13 +140,34 @@ class Engine:
             steps=self._steps,
         )
 
-    def _advance(self, sequence: ScheduledSequence, result: StepResult) -> EngineOutput | None:
-        request = self._requests[sequence.request_id]
-        request.num_computed_tokens += len(sequence.token_ids)
-        request.prompt_logprobs += result.prompt_logprobs.get(request.request_id, ())
-        sampled = result.sampled.get(request.request_id)
-        if sampled is None:
+    def _submit(self, plan: StepPlan) -> _InFlight:
+        requests = [self._requests[s.request_id] for s in plan.sequences]
+        shares = tuple(
+            _Share(request, request.num_preemptions, sequence.sample is not None)
+            for request, sequence in zip(requests, plan.sequences, strict=True)
+        )
+        return _InFlight(self._executor.submit(plan), shares)
+
+    def _collect(self) -> list[EngineOutput]:
+        """The news of the step in flight, if there is one."""
+        if self._in_flight is None:
+            return []
+        running, self._in_flight = self._in_flight, None
+        result = running.step.result()
+        news = (self._advance(share, result) for share in running.shares)
+        return [out for out in news if out is not None]
+
+    def _advance(self, share: _Share, result: StepResult) -> EngineOutput | None:
+        request = share.request
+        if self._requests.get(request.request_id) is not request:
+            # it ended, or was aborted, while the step ran
             return None
+        if share.num_preemptions == request.num_preemptions:
+            request.prompt_logprobs += result.prompt_logprobs.get(request.request_id, ())
+        if not share.samples:
+            return None
+        request.num_pending_tokens -= 1
+        sampled = result.sampled[request.request_id]
         return self._append(request, sampled) if sampled.finite else self._fail(request)
 
     def _append(self, request: Request, sampled: Sampled) -> EngineOutput:

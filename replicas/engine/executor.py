@@ -5,8 +5,21 @@ from typing import Protocol
 from hybridserve.replicas.engine.plan import StepPlan, StepResult
 
 
+class RunningStep(Protocol):
+    """A step that was handed over and may not have ended."""
+
+    def result(self) -> StepResult:
+        """Wait for the step's end."""
+
+
 class Executor(Protocol):
     """Runs the plans of one engine, in order."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's tokens and draw the next token of every sequence that has a `sample`."""
+    overlaps: bool
+    """Whether `submit` returns before the step has ended, so that the next one can be planned meanwhile."""
+
+    def submit(self, plan: StepPlan) -> RunningStep:
+        """Compute the plan's tokens and draw the next token of every sequence that has a `sample`.
+
+        The plan's own lists are read before this returns.
+        """

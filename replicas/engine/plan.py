@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from hybridserve.replicas.arena.arena import Copies
 from hybridserve.replicas.sampling_params import SamplingParams
 
+PENDING = -1
+"""In `ScheduledSequence.token_ids`: the token that the step before this one draws for the same request."""
+
 
 @dataclass(frozen=True)
 class SampleSpec:
@@ -18,7 +21,8 @@ class SampleSpec:
     """Index in the sequence of the token to draw."""
     prompt_len: int
     token_ids: Sequence[int]
-    """Prompt and output so far (shared with the request, not copied): penalties count it."""
+    """Prompt and output so far (shared with the request, not copied): penalties count it. Complete for who
+    has penalties; for others a pending token may be missing."""
     banned_token_ids: tuple[int, ...]
     """End tokens that `min_tokens` still forbids."""
 
@@ -29,7 +33,7 @@ class ScheduledSequence:
 
     request_id: str
     token_ids: Sequence[int]
-    """The tokens to compute in this step."""
+    """The tokens to compute in this step; the last may be `PENDING`."""
     context_len: int
     """Tokens computed before; the first of `token_ids` has this position."""
     unit: int
@@ -39,6 +43,10 @@ class ScheduledSequence:
     The request's own list, not a copy: read before the next step is planned."""
     sample: SampleSpec | None
     """None while the prompt is not finished."""
+    recurrent_tokens: int = 0
+    """Tokens that the unit took in recurrent form, one by one, since the last prefill of this sequence."""
+    stagger: int = 0
+    """Any number that stays the request's: what is done once in some steps is not done by all at once."""
     prompt_logprobs: int | None = None
     """How many likeliest tokens to report for each prompt position this step computes; None: none."""
     next_token_ids: Sequence[int] = ()

@@ -22,6 +22,11 @@ class Request:
     max_output: int
     """`max_tokens`, or less where the context ends earlier."""
     num_computed_tokens: int = 0
+    """Of these, a step that is still running may compute the last."""
+    num_pending_tokens: int = 0
+    """Tokens that a running step draws, not in `token_ids` yet: 0 or 1 while a step is planned."""
+    num_recurrent_tokens: int = 0
+    """Of the computed ones, those computed as decode rows since the last prefill chunk."""
     unit_table: list[int] = field(default_factory=list)
     """The unit it holds, or nothing: a table because evacuation patches it."""
     page_table: list[int] = field(default_factory=list)
@@ -30,12 +35,28 @@ class Request:
     first_scheduled_time: float = 0.0
 
     @property
+    def num_tokens(self) -> int:
+        """Known and pending ones."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
     def num_output_tokens(self) -> int:
+        """Known ones only."""
         return len(self.token_ids) - self.prompt_len
 
     @property
     def num_uncomputed(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def awaits_its_last_token(self) -> bool:
+        """Nothing is left to compute: the token that is pending ends it."""
+        return self.num_tokens - self.prompt_len >= self.max_output
+
+    @property
+    def awaits_history(self) -> bool:
+        """The next draw counts tokens of which one is pending."""
+        return self.num_pending_tokens > 0 and self.params.has_penalty
 
     @property
     def is_decode(self) -> bool:
@@ -48,7 +69,7 @@ class Request:
 
     def banned_token_ids(self) -> tuple[int, ...]:
         """End tokens that `min_tokens` still forbids."""
-        if self.num_output_tokens >= self.params.min_tokens:
+        if self.num_tokens - self.prompt_len >= self.params.min_tokens:
             return ()
         return (*self.eos_token_ids, *self.params.stop_token_ids)
 

@@ -7,10 +7,11 @@ request's `num_computed_tokens` catches up with its tokens under one token budge
 import itertools
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridserve.replicas.arena.arena import Arena
-from hybridserve.replicas.engine.plan import SampleSpec, ScheduledSequence, StepPlan
+from hybridserve.replicas.engine.plan import PENDING, SampleSpec, ScheduledSequence, StepPlan
 from hybridserve.replicas.engine.preemption import Preemption, RecomputePreemption
 from hybridserve.replicas.engine.request import Request, next_prompt_tokens
 
@@ -51,6 +52,11 @@ class Scheduler:
     def has_requests(self) -> bool:
         return bool(self._running or self._waiting)
 
+    @property
+    def awaits_results(self) -> bool:
+        """Whether a running request cannot be planned for before the running step has ended."""
+        return any(r.awaits_history for r in self._running)
+
     def uncomputed_tokens(self) -> int:
         """Tokens still to be computed, of waiting and running requests."""
         return sum(r.num_uncomputed for r in itertools.chain(self._running, self._waiting))
@@ -67,7 +73,10 @@ class Scheduler:
         self.arena.release(request.unit_table, request.page_table)
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step, or return None when there is nothing to compute."""
+        """Plan the next step; None when there is nothing to compute, or all wait for the running step.
+
+        What is planned counts as computed from now on: plans run in order, and each is run.
+        """
         scheduled: dict[Request, int] = {}
         preemptions = self.num_preemptions
         self._schedule_decodes(scheduled)
@@ -75,7 +84,8 @@ class Scheduler:
         if self.num_preemptions == preemptions:
             self._admit(scheduled)
         if not scheduled:
-            assert not self.has_requests, "requests wait but none can be scheduled"
+            ending = bool(self._running) and all(r.awaits_its_last_token for r in self._running)
+            assert ending or not self.has_requests, "requests wait but none can be scheduled"
             return None
         # a chunk of one token with earlier context is fit for the recurrent form, whatever brought it here
         rows = [r for r, count in scheduled.items() if count == 1 and r.num_computed_tokens > 0]
@@ -83,6 +93,10 @@ class Scheduler:
         rows.sort(key=lambda r: r.unit_table)
         chunks = [r for r, count in scheduled.items() if count > 1 or r.num_computed_tokens == 0]
         sequences = tuple(self._sequence(r, scheduled[r]) for r in rows + chunks)
+        for at, (request, sequence) in enumerate(zip(rows + chunks, sequences, strict=True)):
+            request.num_computed_tokens += len(sequence.token_ids)
+            request.num_pending_tokens += sequence.sample is not None
+            request.num_recurrent_tokens = request.num_recurrent_tokens + 1 if at < len(rows) else 0
         return StepPlan(next(self._steps), sequences, len(rows), self.arena.drain_copies())
 
     def _schedule_decodes(self, scheduled: dict[Request, int]) -> None:
@@ -90,7 +104,8 @@ class Scheduler:
         at = 0
         while at < len(self._running) and len(scheduled) < self.limits.max_num_batched_tokens:
             request = self._running[at]
-            if request.is_decode and self._make_room(request, 1, scheduled):
+            wanted = request.is_decode and not request.awaits_its_last_token
+            if wanted and self._make_room(request, 1, scheduled):
                 scheduled[request] = 1
             at += 1
 
@@ -133,7 +148,7 @@ class Scheduler:
         A budget below CHUNK_ALIGN may reach no boundary: the step's first chunk is then cut anywhere, so that
         a small budget still moves on, and any other waits.
         """
-        start, total = request.num_computed_tokens, len(request.token_ids)
+        start, total = request.num_computed_tokens, request.num_tokens
         if total - start <= budget:
             return total - start
         if budget < CHUNK_ALIGN:
@@ -143,8 +158,8 @@ class Scheduler:
     def _has_room_for_all(self, request: Request) -> bool:
         """Whether the arena holds a newcomer's known tokens beside what the running ones will need next."""
         layout = self.arena.layout
-        growth = sum(layout.pages_for(len(r.token_ids) + 1) - len(r.page_table) for r in self._running)
-        return self.arena.fits(1, layout.pages_for(len(request.token_ids)) + growth)
+        growth = sum(layout.pages_for(r.num_tokens + 1) - len(r.page_table) for r in self._running)
+        return self.arena.fits(1, layout.pages_for(request.num_tokens) + growth)
 
     def _grow(self, request: Request, count: int) -> bool:
         needed = self.arena.layout.pages_for(request.num_computed_tokens + count) - len(request.page_table)
@@ -171,7 +186,10 @@ class Scheduler:
         start = request.num_computed_tokens
         stop = start + count
         sample = None
-        if stop == len(request.token_ids):
+        token_ids: Sequence[int] = request.token_ids[start:stop]
+        if len(token_ids) < count:
+            token_ids = [*token_ids, PENDING]
+        if stop == request.num_tokens:
             sample = SampleSpec(
                 params=request.params,
                 seed=request.seed,
@@ -183,11 +201,13 @@ class Scheduler:
         wants = request.wants_prompt_logprobs
         return ScheduledSequence(
             request_id=request.request_id,
-            token_ids=request.token_ids[start:stop],
+            token_ids=token_ids,
             context_len=start,
             unit=request.unit_table[0] if request.unit_table else -1,
             block_table=request.page_table,
             sample=sample,
+            recurrent_tokens=request.num_recurrent_tokens,
+            stagger=request.seed,
             prompt_logprobs=request.params.prompt_logprobs if wants else None,
             next_token_ids=next_prompt_tokens(request, start, stop) if wants else (),
         )

@@ -11,6 +11,17 @@ from hybridserve.kernels.linear_attention.replay import ReplayRing
 
 
 @dataclass(frozen=True)
+class ReplayRows:
+    """Where the replay rings of B decode rows stand; see `gdn_decode_replay`.
+
+    counts: int64 [B], entries before the step. flushes: bool [B], whether the step empties the ring.
+    """
+
+    counts: torch.Tensor
+    flushes: torch.Tensor
+
+
+@dataclass(frozen=True)
 class StepBatch:
     """T tokens of S sequences, flat; sequences in recurrent form ("decode rows") come first.
 
@@ -35,8 +46,10 @@ class StepBatch:
     """int64 [S, max_pages] rows of `KVCache.keys` and `.values`, one a page; 0 past a sequence's pages."""
     slot_mapping: torch.Tensor
     """int64 [T]: row of `KVCache.key_slots`/`value_slots` where each token's K and V go."""
-    logits_indices: torch.Tensor
-    """int64 [R] tokens whose logits are wanted."""
+    logits_indices: torch.Tensor | None
+    """int64 [R] tokens whose logits are wanted; None: of all."""
+    replay: ReplayRows | None = None
+    """Of the decode rows, in an arena with replay rings."""
 
     @property
     def num_tokens(self) -> int:

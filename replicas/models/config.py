@@ -1,14 +1,18 @@
-"""Reads a checkpoint folder's `config.json` and `generation_config.json`. Torch-free.
+"""Reads a checkpoint folder's `config.json` and `generation_config.json`, or a shape file. Torch-free.
 
-Owns finding the files, overrides, and the choice of a parser by `model_type`. What a model type's keys mean
-is in that type's own parser; transformers' config classes are not used, so that its version never decides
-which models can be served.
+A shape file is YAML or JSON with the keys of a `config.json`, without weights beside it. Owns finding the
+files, overrides, and the choice of a parser by `model_type`. What a model type's keys mean is in that type's
+own parser; transformers' config classes are not used, so that its version never decides which models can be
+served.
 """
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from hybridserve.parallel.weights.index import read_weight_map
 from hybridserve.replicas.models.fields import Fields
@@ -17,6 +21,7 @@ from hybridserve.replicas.models.specs import ModelConfig
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+SHAPE_SUFFIXES = (".yaml", ".yml", ".json")
 
 Parser = Callable[[Fields, Collection[str], tuple[int, ...]], ModelConfig]
 """(config, names of the checkpoint's tensors, further end-of-sequence ids) -> model config."""
@@ -28,15 +33,17 @@ PARSERS: dict[str, Parser] = {
 
 
 def load_model_config(path: str | Path, hf_overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """The model in the folder `path`.
+    """The model in the folder `path`, or in the shape file `path`.
 
     `hf_overrides` replaces keys of `config.json`; objects are merged, and a key that only `text_config` has
     is replaced there.
 
     Raises:
-        ValueError: the folder or file is missing, or a key is missing, ill-typed, contradictory or
-            unsupported; the message names it and its value.
+        ValueError: the folder or file is missing or malformed, or a key is missing, ill-typed,
+            contradictory or unsupported; the message names it and its value.
     """
+    if is_shape_file(path):
+        return parse_model_config(override(read_mapping(Path(path)), hf_overrides or {}), str(path))
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"model folder {folder} does not exist")
@@ -48,6 +55,11 @@ def load_model_config(path: str | Path, hf_overrides: Mapping[str, Any] | None =
         generation = Fields(read_json(folder / GENERATION_FILE), str(folder / GENERATION_FILE))
         further_eos = generation.token_ids("eos_token_id")
     return parse_model_config(values, str(folder / CONFIG_FILE), read_weight_map(folder), further_eos)
+
+
+def is_shape_file(path: str | Path) -> bool:
+    """Whether `path` is written as a shape file is: it ends in .yaml, .yml or .json and is no folder."""
+    return Path(path).suffix in SHAPE_SUFFIXES and not Path(path).is_dir()
 
 
 def parse_model_config(
@@ -112,6 +124,34 @@ def override(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
         else:
             result[key] = value
     return result
+
+
+def read_mapping(file: Path) -> dict[str, Any]:
+    """The keys of a shape file.
+
+    Raises:
+        ValueError: it is missing, not valid YAML or JSON, or no mapping of strings.
+    """
+    if not file.is_file():
+        raise ValueError(f"model shape {file} does not exist")
+    if file.suffix == ".json":
+        return read_json(file)
+    try:
+        values = yaml.load(file.read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not valid YAML: {error}") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ValueError(f"{file} must hold the keys of a {CONFIG_FILE}, got {values!r:.100}")
+    return values
+
+
+class _Loader(yaml.SafeLoader):
+    """With the floats of YAML 1.2: to the library's 1.1, `1e-6` is a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 import torch
 
-from hybridserve.kernels.attention import attention_decode, attention_prefill, write_kv
-from hybridserve.kernels.rotary import apply_rotary
+from hybridserve.kernels.activation import sigmoid_and_mul
+from hybridserve.kernels.attention import attention_decode, attention_prefill
+from hybridserve.kernels.rotary import qk_norm_rope_write
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -12,7 +13,7 @@ from hybridserve.replicas.models.batch import KVCache
 from hybridserve.replicas.models.norm import ZeroCentredRMSNorm
 from hybridserve.replicas.models.sharding import mixer_heads
 from hybridserve.replicas.models.specs import FullAttentionSpec
-from hybridserve.replicas.models.step import MixerKernel, Phase, PhaseBatch, StepContext, run_phases
+from hybridserve.replicas.models.step import KernelTable, Phase, PhaseBatch, StepContext, run_phases
 
 
 class FullAttention(Layer):
@@ -57,14 +58,25 @@ class FullAttention(Layer):
         self, x: torch.Tensor, residual: torch.Tensor, step: StepContext, cache: KVCache
     ) -> torch.Tensor:
         """x, residual: [T, hidden_size]. Returns residual + attention(x); writes the new K and V."""
-        q, gate, k, v = self.qkv_proj(x).split_with_sizes(self.qkv_proj.split_sizes, -1)
-        q, k, v = (part.view(x.shape[0], -1, self.head_dim) for part in (q, k, v))
-        cos, sin = step.rotary
-        q = apply_rotary(self.q_norm(q), cos, sin)
-        k = apply_rotary(self.k_norm(k), cos, sin)
-        write_kv(k, v, cache.key_slots, cache.value_slots, step.slot_mapping)
-        out = run_phases(step, KERNELS, self, (q, k, v), cache)
-        return self.o_proj(out.flatten(1) * gate.sigmoid(), residual)
+        qkv = self.qkv_proj(x)
+        _, gate, k, v = qkv.split_with_sizes(self.qkv_proj.split_sizes, -1)
+        k, v = (part.unflatten(1, (-1, self.head_dim)) for part in (k, v))
+        # decode rows read their keys from the pages
+        keys = torch.empty(k.shape, dtype=k.dtype, device=k.device) if step.has_prefill else None
+        q = qk_norm_rope_write(
+            qkv,
+            self.q_norm.weight,
+            self.k_norm.weight,
+            self.q_norm.eps,
+            step.rotary,
+            cache.key_slots,
+            cache.value_slots,
+            step.slot_mapping,
+            gated=True,
+            k_out=keys,
+        )
+        out = run_phases(step, KERNELS, self, (q, k if keys is None else keys, v), cache)
+        return self.o_proj(sigmoid_and_mul(out.flatten(1), gate), residual)
 
 
 def _decode(
@@ -92,4 +104,8 @@ def _prefill(
     )
 
 
-KERNELS: dict[Phase, MixerKernel] = {Phase.DECODE: _decode, Phase.PREFILL: _prefill}
+KERNELS: KernelTable = {
+    (phase, device): kernel
+    for phase, kernel in ((Phase.DECODE, _decode), (Phase.PREFILL, _prefill))
+    for device in ("cpu", "cuda")
+}

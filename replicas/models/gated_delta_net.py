@@ -2,8 +2,18 @@
 
 import torch
 
-from hybridserve.kernels.causal_conv1d import causal_conv1d_decode, causal_conv1d_prefill, make_phase_weight
-from hybridserve.kernels.linear_attention import gdn_gates, linear_attention_decode, linear_attention_prefill
+from hybridserve.kernels.causal_conv1d import (
+    causal_conv1d_decode,
+    causal_conv1d_prefill_split,
+    make_phase_weight,
+)
+from hybridserve.kernels.linear_attention import (
+    gdn_decode_fused,
+    gdn_decode_replay,
+    gdn_gates,
+    linear_attention_decode,
+    linear_attention_prefill,
+)
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.heads import HeadShard
 from hybridserve.parallel.layers.layer import Layer
@@ -13,7 +23,7 @@ from hybridserve.replicas.models.batch import StateCache
 from hybridserve.replicas.models.norm import GatedRMSNorm
 from hybridserve.replicas.models.sharding import mixer_heads
 from hybridserve.replicas.models.specs import LinearAttentionSpec
-from hybridserve.replicas.models.step import MixerKernel, Phase, PhaseBatch, StepContext, run_phases
+from hybridserve.replicas.models.step import KernelTable, Phase, PhaseBatch, StepContext, run_phases
 
 
 class CausalConv(Layer):
@@ -25,10 +35,16 @@ class CausalConv(Layer):
         # the checkpoint's is [C, 1, kernel]
         self.weight = ShardedParameter(data, {"": channels}, squeeze=(1,))
         self.register_buffer("phase_weight", None, persistent=False)
+        self.register_buffer("taps", None, persistent=False)
 
     def finish_loading(self) -> None:
-        """Derive the decode kernel's weight from the loaded one."""
-        self.phase_weight = make_phase_weight(self.weight)
+        """Derive what the kernels read from the loaded weight."""
+        if self.weight.is_cuda:
+            # [C, kernel] that lies as [kernel, C]: channels are neighbours
+            self.taps = self.weight.t().contiguous().t()
+        else:
+            self.taps = self.weight
+            self.phase_weight = make_phase_weight(self.weight)
 
 
 class GatedDeltaNet(Layer):
@@ -47,6 +63,12 @@ class GatedDeltaNet(Layer):
         super().__init__()
         heads = mixer_heads(spec, group.rank, group.size)
         self.head_k_dim, self.head_v_dim = spec.head_k_dim, spec.head_v_dim
+        self.heads = {
+            "num_k_heads": heads.num_shared_heads,
+            "num_v_heads": heads.num_heads,
+            "head_k_dim": spec.head_k_dim,
+            "head_v_dim": spec.head_v_dim,
+        }
         qkv = qkv_cut(spec, heads)
         value_rows = Cut(spec.total_value_dim, head_ranges(heads.heads, spec.head_v_dim, spec.head_v_dim))
         per_head = Cut(spec.total_num_v_heads, head_ranges(heads.heads, 1, 1))
@@ -74,20 +96,19 @@ class GatedDeltaNet(Layer):
     ) -> torch.Tensor:
         """x, residual: [T, hidden_size]. Returns residual + mixer(x); updates the sequences' states."""
         qkv, z, b, a = self.in_proj(x).split_with_sizes(self.in_proj.section_sizes, -1)
-        g, beta = gdn_gates(a, b, self.A_log, self.dt_bias)
-        out = run_phases(step, KERNELS, self, (qkv, g, beta), cache)
-        out = self.norm(out, z.view(x.shape[0], -1, self.head_v_dim))
-        return self.out_proj(out.flatten(1), residual)
+        out = run_phases(step, KERNELS, self, (qkv, z, a, b), cache)
+        return self.out_proj(out, residual)
 
-    def split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """qkv: [T, channels]. Returns q, k [T, num_k_heads, head_k_dim], v [T, num_v_heads, head_v_dim]."""
-        q, k, v = qkv.split_with_sizes(self.qkv_sizes, -1)
-        tokens = qkv.shape[0]
-        return (
-            q.view(tokens, -1, self.head_k_dim),
-            k.view(tokens, -1, self.head_k_dim),
-            v.view(tokens, -1, self.head_v_dim),
-        )
+    def normed(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """out: [T, num_v_heads, head_v_dim], z: [T, num_v_heads * head_v_dim]. Returns the shape of z."""
+        return self.norm(out, z.unflatten(1, out.shape[1:])).flatten(1)
+
+    def as_heads(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Channels [T, heads * dim] as q, k [T, num_k_heads, head_k_dim], v [T, num_v_heads, head_v_dim]."""
+        q, k = (x.unflatten(1, (-1, self.head_k_dim)) for x in (q, k))
+        return q, k, v.unflatten(1, (-1, self.head_v_dim))
 
 
 def qkv_cut(spec: LinearAttentionSpec, heads: HeadShard) -> Cut:
@@ -104,48 +125,62 @@ def qkv_cut(spec: LinearAttentionSpec, heads: HeadShard) -> Cut:
 def _decode(
     mixer: GatedDeltaNet,
     qkv: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    z: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
     batch: PhaseBatch,
     cache: StateCache,
 ) -> torch.Tensor:
     qkv = causal_conv1d_decode(
         qkv, mixer.conv1d.phase_weight, None, cache.conv, batch.state_indices, batch.positions
     )
-    q, k, v = mixer.split_heads(qkv)
-    return linear_attention_decode(q, k, v, g, beta, cache.recurrent, batch.state_indices)
+    g, beta = gdn_gates(a, b, mixer.A_log, mixer.dt_bias)
+    q, k, v = mixer.as_heads(*qkv.split_with_sizes(mixer.qkv_sizes, -1))
+    out = linear_attention_decode(q, k, v, g, beta, cache.recurrent, batch.state_indices)
+    return mixer.normed(out, z)
+
+
+def _decode_in_one_launch(
+    mixer: GatedDeltaNet,
+    qkv: torch.Tensor,
+    z: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    batch: PhaseBatch,
+    cache: StateCache,
+) -> torch.Tensor:
+    norm = mixer.norm
+    given = (qkv, z, a, b, mixer.conv1d.taps, None, mixer.A_log, mixer.dt_bias, norm.weight, norm.eps)
+    states = (cache.conv, cache.recurrent)
+    rows = (batch.state_indices, batch.positions)
+    if batch.replay is not None:
+        assert cache.replay is not None
+        ring = (batch.replay.counts, batch.replay.flushes)
+        return gdn_decode_replay(*given, *states, cache.replay, *rows, *ring, **mixer.heads)
+    return gdn_decode_fused(*given, *states, *rows, **mixer.heads)
 
 
 def _prefill(
     mixer: GatedDeltaNet,
     qkv: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    z: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
     batch: PhaseBatch,
     cache: StateCache,
 ) -> torch.Tensor:
-    qkv = causal_conv1d_prefill(
-        qkv,
-        mixer.conv1d.weight,
-        None,
-        cache.conv,
-        batch.state_indices,
-        batch.has_initial_state,
-        batch.query_lens,
-        batch.context_lens,
+    history = (batch.state_indices, batch.has_initial_state, batch.query_lens)
+    channels = causal_conv1d_prefill_split(
+        qkv, mixer.conv1d.taps, None, cache.conv, *history, batch.context_lens, mixer.qkv_sizes
     )
-    q, k, v = mixer.split_heads(qkv)
-    return linear_attention_prefill(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        cache.recurrent,
-        batch.state_indices,
-        batch.has_initial_state,
-        batch.query_lens,
-    )
+    q, k, v = mixer.as_heads(*channels)
+    g, beta = gdn_gates(a, b, mixer.A_log, mixer.dt_bias)
+    return mixer.normed(linear_attention_prefill(q, k, v, g, beta, cache.recurrent, *history), z)
 
 
-KERNELS: dict[Phase, MixerKernel] = {Phase.DECODE: _decode, Phase.PREFILL: _prefill}
+KERNELS: KernelTable = {
+    (Phase.DECODE, "cpu"): _decode,
+    (Phase.DECODE, "cuda"): _decode_in_one_launch,
+    (Phase.PREFILL, "cpu"): _prefill,
+    (Phase.PREFILL, "cuda"): _prefill,
+}

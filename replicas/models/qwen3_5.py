@@ -110,9 +110,9 @@ class Qwen3_5ForCausalLM(Layer):
         """
         return self.model(batch, caches)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [R, hidden_size]. Returns fp32 [R, vocab_size]."""
-        return self.lm_head(hidden)
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden: [R, hidden_size]. Returns fp32 [R, vocab_size], which is `out` where that is given."""
+        return self.lm_head(hidden, out)
 
     def finish_loading(self) -> None:
         """Derive what kernels want in another layout; to be called once the parameters are filled."""

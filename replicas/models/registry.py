@@ -8,6 +8,7 @@ import torch
 
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.weights.loader import Progress, checkpoint_targets, load_checkpoint, load_dummy
+from hybridserve.replicas.models.config import is_shape_file
 from hybridserve.replicas.models.qwen3_5 import Qwen3_5ForCausalLM
 from hybridserve.replicas.models.specs import DTYPE_BYTES, ModelConfig
 
@@ -47,9 +48,26 @@ def load_model(
     `progress(bytes done, bytes in all)` is called after every tensor.
 
     Raises:
-        ValueError: see `load_checkpoint` and `build_model`.
+        ValueError: `path` is a shape, which has no weights, and `load_format` is not "dummy"; or see
+            `load_checkpoint` and `build_model`.
     """
+    if load_format != "dummy" and is_shape_file(path):
+        raise ValueError(
+            f"load_format is {load_format!r}, but {path} is a shape without weights: use 'dummy'"
+        )
     model = build_model(config, group, dtype, device)
+    fill_model(model, path, load_format, seed, progress)
+    return model
+
+
+def fill_model(
+    model: Qwen3_5ForCausalLM,
+    path: str | Path,
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> None:
+    """Read or draw the weights of a model that `build_model` made; arguments as for `load_model`."""
     targets = checkpoint_targets(model, model.checkpoint_name)
     if load_format == "dummy":
         report = load_dummy(targets, seed, progress)
@@ -60,4 +78,3 @@ def load_model(
     logger.info(
         "loaded %d tensors (%.1f MB), skipped: %s", report.num_tensors, report.num_bytes / 1e6, skipped
     )
-    return model

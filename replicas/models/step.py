@@ -9,7 +9,7 @@ from enum import Enum
 
 import torch
 
-from hybridserve.replicas.models.batch import LayerCache, StepBatch
+from hybridserve.replicas.models.batch import LayerCache, ReplayRows, StepBatch
 
 
 class Phase(Enum):
@@ -37,6 +37,8 @@ class PhaseBatch:
     has_initial_state: torch.Tensor
     state_indices: torch.Tensor
     block_tables: torch.Tensor
+    replay: ReplayRows | None
+    """None for prefill chunks, and where the arena has no rings."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class StepContext:
     slot_mapping: torch.Tensor
     rotary: tuple[torch.Tensor, torch.Tensor] | None
     """cos and sin, fp32 [T, rotary_dim // 2]; None for models without full attention."""
+
+    @property
+    def has_prefill(self) -> bool:
+        return self.phases[-1].phase is Phase.PREFILL
 
 
 def split_phases(batch: StepBatch) -> tuple[PhaseBatch, ...]:
@@ -82,27 +88,32 @@ def _cut(batch: StepBatch, phase: Phase, sequences: slice, tokens: slice) -> Pha
         has_initial_state=batch.has_initial_state[sequences],
         state_indices=batch.state_indices[sequences],
         block_tables=batch.block_tables[sequences],
+        replay=batch.replay if phase is Phase.DECODE else None,
     )
 
 
 MixerKernel = Callable[..., torch.Tensor]
 """(mixer, its flat inputs …, PhaseBatch, LayerCache) -> [tokens of the phase, …]"""
 
+KernelTable = Mapping[tuple[Phase, str], MixerKernel]
+"""Which function computes a phase on which type of device."""
+
 
 def run_phases(
     step: StepContext,
-    kernels: Mapping[Phase, MixerKernel],
+    kernels: KernelTable,
     mixer: torch.nn.Module,
     inputs: tuple[torch.Tensor, ...],
     cache: LayerCache,
 ) -> torch.Tensor:
     """Compute each phase with its kernel and return all tokens' results, [T, …]. `inputs` are [T, …] each."""
+    device = inputs[0].device.type
     if len(step.phases) == 1:
         (phase,) = step.phases
-        return kernels[phase.phase](mixer, *inputs, phase, cache)
+        return kernels[phase.phase, device](mixer, *inputs, phase, cache)
     return torch.cat(
         [
-            kernels[phase.phase](mixer, *(x[phase.tokens] for x in inputs), phase, cache)
+            kernels[phase.phase, device](mixer, *(x[phase.tokens] for x in inputs), phase, cache)
             for phase in step.phases
         ]
     )

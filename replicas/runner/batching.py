@@ -1,61 +1,153 @@
-"""From a StepPlan to the flat tensors of a forward pass."""
+"""From a StepPlan to the flat arrays of a forward pass, and from these to a batch on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 import torch
 
+from hybridserve.kernels.linear_attention.replay import replay_entries
+from hybridserve.kernels.sampler import take_drawn
 from hybridserve.replicas.arena.layout import ArenaLayout
-from hybridserve.replicas.engine.plan import ScheduledSequence, StepPlan
-from hybridserve.replicas.models.batch import StepBatch
+from hybridserve.replicas.engine.plan import PENDING, StepPlan
+from hybridserve.replicas.models.batch import ReplayRows, StepBatch
+from hybridserve.replicas.runner.block_tables import BlockTables
+from hybridserve.replicas.runner.upload import upload
+
+KNOWN = -1
+"""In `StepArrays.sources`: the token is in `token_ids`."""
 
 
-def build_batch(plan: StepPlan, layout: ArenaLayout, device: torch.device) -> StepBatch:
-    """Flatten a plan; logits are wanted of the last token of every sequence that samples."""
-    sequences = plan.sequences
-    query_lens = tuple(len(s.token_ids) for s in sequences)
-    context_lens = tuple(s.context_len for s in sequences)
-    ends = np.cumsum(query_lens)
-    positions = np.arange(ends[-1]) + np.repeat(np.asarray(context_lens) - (ends - query_lens), query_lens)
-    tables = _block_tables(sequences, layout)
-    return StepBatch(
-        token_ids=_tensor(list(chain.from_iterable(s.token_ids for s in sequences)), device),
-        positions=_tensor(positions, device),
-        num_decodes=plan.num_decodes,
-        query_lens=query_lens,
-        context_lens=context_lens,
-        has_initial_state=_tensor([c > 0 for c in context_lens], device, torch.bool),
-        state_indices=_tensor([layout.state_index(s.unit) for s in sequences], device),
-        block_tables=_tensor(tables, device),
-        slot_mapping=_tensor(_slots(tables, positions, query_lens, layout), device),
-        logits_indices=_tensor([e - 1 for s, e in zip(sequences, ends, strict=True) if s.sample], device),
+@dataclass(frozen=True)
+class StepArrays:
+    """A step's numbers on the host; fields that `StepBatch` has too are described there."""
+
+    token_ids: np.ndarray
+    """int64 [T], 0 where the token is pending."""
+    sources: np.ndarray
+    """int64 [T]: the row of the last step's draws that holds a pending token, else `KNOWN`."""
+    positions: np.ndarray
+    num_decodes: int
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    state_indices: np.ndarray
+    tables: list[np.ndarray]
+    """int64 [pages] of each sequence."""
+    slot_mapping: np.ndarray
+    logits_indices: np.ndarray
+    replay_counts: np.ndarray
+    """int64 [num_decodes]"""
+    replay_flushes: np.ndarray
+    """bool [num_decodes]"""
+
+    @property
+    def has_pending(self) -> bool:
+        return bool((self.sources != KNOWN).any())
+
+
+class Batcher:
+    """Turns plans into arrays; remembers the page tables of the last one."""
+
+    def __init__(self, layout: ArenaLayout) -> None:
+        self._layout = layout
+        self._tables = BlockTables()
+
+    def arrays(self, plan: StepPlan, draw_rows: Mapping[str, int]) -> StepArrays:
+        """Flatten a plan; logits are wanted of the last token of every sequence that samples.
+
+        draw_rows: request id -> its row in the draws of the step before.
+        """
+        layout, sequences = self._layout, plan.sequences
+        query_lens = tuple(len(s.token_ids) for s in sequences)
+        context_lens = tuple(s.context_len for s in sequences)
+        lens = np.asarray(query_lens)
+        ends = np.cumsum(lens)
+        token_ids = np.fromiter(chain.from_iterable(s.token_ids for s in sequences), np.int64, ends[-1])
+        sources = np.full(ends[-1], KNOWN)
+        for end, sequence in zip(ends, sequences, strict=True):
+            if sequence.token_ids[-1] == PENDING:
+                sources[end - 1] = draw_rows[sequence.request_id]
+                token_ids[end - 1] = 0
+        positions = np.arange(ends[-1]) + np.repeat(np.asarray(context_lens) - (ends - lens), lens)
+        tables = self._tables.rows(sequences, bool(plan.copies.pages))
+        rows = sequences[: plan.num_decodes]
+        window = layout.unit.replay_window
+        counts, flushes = replay_entries(
+            np.asarray([s.recurrent_tokens for s in rows], dtype=np.int64),
+            np.asarray([s.stagger % max(window, 1) for s in rows], dtype=np.int64),
+            max(window, 1),
+        )
+        return StepArrays(
+            token_ids=token_ids,
+            sources=sources,
+            positions=positions,
+            num_decodes=plan.num_decodes,
+            query_lens=query_lens,
+            context_lens=context_lens,
+            state_indices=np.asarray([layout.state_index(s.unit) for s in sequences], dtype=np.int64),
+            tables=tables,
+            slot_mapping=self._slots(tables, positions, query_lens),
+            logits_indices=np.asarray(
+                [end - 1 for s, end in zip(sequences, ends, strict=True) if s.sample], dtype=np.int64
+            ),
+            replay_counts=counts,
+            replay_flushes=flushes,
+        )
+
+    def _slots(
+        self, tables: Sequence[np.ndarray], positions: np.ndarray, query_lens: Sequence[int]
+    ) -> np.ndarray:
+        """Where each token's K goes, counted in tokens of one slab from the arena's start."""
+        page = self._layout.page
+        if not page.nbytes:
+            return np.zeros(0, dtype=np.int64)
+        numbers, offsets = np.divmod(positions, page.page_size)
+        if len(tables) == len(positions):
+            entries = np.fromiter((t[n] for t, n in zip(tables, numbers, strict=True)), np.int64, len(tables))
+        else:
+            parts = np.split(numbers, np.cumsum(query_lens)[:-1])
+            entries = np.concatenate([t[n] for t, n in zip(tables, parts, strict=True)])
+        return entries * page.page_size + offsets
+
+
+def build_batch(
+    arrays: StepArrays, drawn: torch.Tensor | None, window: int, device: torch.device
+) -> StepBatch:
+    """The batch on the device; `drawn`, int64 [rows], holds what the last step drew for pending tokens."""
+    width = max(len(table) for table in arrays.tables)
+    tables = np.zeros((len(arrays.tables), width), dtype=np.int32 if device.type == "cuda" else np.int64)
+    for row, table in zip(tables, arrays.tables, strict=True):
+        row[: len(table)] = table
+    has_initial_state = np.asarray(arrays.context_lens) > 0
+    token_ids, sources, positions, known, states, tables, slots, wanted, counts, flushes = upload(
+        [
+            arrays.token_ids,
+            arrays.sources,
+            arrays.positions,
+            has_initial_state,
+            arrays.state_indices,
+            tables,
+            arrays.slot_mapping,
+            arrays.logits_indices,
+            arrays.replay_counts,
+            arrays.replay_flushes,
+        ],
+        device,
     )
-
-
-def _block_tables(sequences: Sequence[ScheduledSequence], layout: ArenaLayout) -> np.ndarray:
-    width = max(len(s.block_table) for s in sequences)
-    tables = np.zeros((len(sequences), width), dtype=np.int64)
-    if layout.page.nbytes:
-        for row, sequence in zip(tables, sequences, strict=True):
-            row[: len(sequence.block_table)] = sequence.block_table
-    return tables
-
-
-def _slots(
-    tables: np.ndarray, positions: np.ndarray, query_lens: tuple[int, ...], layout: ArenaLayout
-) -> np.ndarray:
-    """Where each token's K goes, counted in tokens of one slab from the arena's start."""
-    if not layout.page.nbytes:
-        return np.zeros(0, dtype=np.int64)
-    page, offset = np.divmod(positions, layout.page.page_size)
-    rows = np.repeat(np.arange(len(query_lens)), query_lens)
-    return tables[rows, page] * layout.page.page_size + offset
-
-
-def _tensor(
-    values: np.ndarray | Sequence[int] | Sequence[bool],
-    device: torch.device,
-    dtype: torch.dtype = torch.int64,
-) -> torch.Tensor:
-    return torch.as_tensor(np.asarray(values), dtype=dtype).to(device)
+    if arrays.has_pending:
+        assert drawn is not None
+        token_ids = take_drawn(token_ids, drawn, sources)
+    return StepBatch(
+        token_ids=token_ids,
+        positions=positions,
+        num_decodes=arrays.num_decodes,
+        query_lens=arrays.query_lens,
+        context_lens=arrays.context_lens,
+        has_initial_state=known,
+        state_indices=states,
+        block_tables=tables,
+        slot_mapping=slots,
+        logits_indices=wanted,
+        replay=ReplayRows(counts, flushes) if window else None,
+    )

@@ -6,10 +6,19 @@ from typing import Protocol
 
 import torch
 
-from hybridserve.replicas.engine.plan import ScheduledSequence, StepPlan, StepResult, TokenLogprobs
+from hybridserve.kernels.sampler import keep_drawn
+from hybridserve.replicas.engine.plan import (
+    SampleSpec,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from hybridserve.replicas.models.batch import LayerCache, StepBatch
-from hybridserve.replicas.runner.batching import build_batch
+from hybridserve.replicas.runner.batching import Batcher, StepArrays, build_batch
+from hybridserve.replicas.runner.decode_graphs import DecodeGraphs
 from hybridserve.replicas.runner.denormals import flushed_denormals
+from hybridserve.replicas.runner.draws import Draws, FetchedDraws
 from hybridserve.replicas.runner.sampling import Sampler, token_logprobs_of
 from hybridserve.replicas.runner.storage import ArenaStorage
 
@@ -23,36 +32,115 @@ class Model(Protocol):
     def forward(self, batch: StepBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         """Hidden states [T, hidden] after the final norm."""
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """fp32 [R, vocab] of hidden states [R, hidden]."""
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """fp32 [R, vocab] of hidden states [R, hidden], in `out` where it is given."""
+
+
+class SubmittedStep:
+    """A step whose kernels are queued; a GPU may still be at it."""
+
+    def __init__(
+        self,
+        request_ids: Sequence[str],
+        draws: FetchedDraws | None,
+        prompt_logprobs: dict[str, tuple[tuple[int, TokenLogprobs], ...]],
+    ) -> None:
+        self._request_ids = request_ids
+        self._draws = draws
+        self._prompt_logprobs = prompt_logprobs
+
+    def result(self) -> StepResult:
+        sampled = self._draws.sampled() if self._draws is not None else []
+        return StepResult(dict(zip(self._request_ids, sampled, strict=True)), self._prompt_logprobs)
 
 
 class ModelRunner:
-    """An Executor in this process."""
+    """An Executor in this process.
 
-    def __init__(self, model: Model, storage: ArenaStorage, device: torch.device) -> None:
+    On a GPU `submit` only queues work: what a step draws stays on the device for the next one (`drawn`), and
+    the host reads it when it asks for the result.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        storage: ArenaStorage,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        overlaps: bool | None = None,
+    ) -> None:
+        """`overlaps`: None for what the device is good for."""
         self._model = model
         self._storage = storage
         self._device = device
+        self._batcher = Batcher(storage.layout)
         self._sampler = Sampler(device)
+        self._graphs: DecodeGraphs | None = None
+        self._drawn = torch.zeros(2, max_num_seqs, dtype=torch.int64, device=device)
+        self._draw_rows: dict[str, int] = {}
+        """Request id -> row of `_drawn`, of the last step that was submitted."""
+        self.overlaps = device.type == "cuda" if overlaps is None else overlaps
+
+    def make_graphs(self, vocab_size: int, max_model_len: int) -> DecodeGraphs:
+        """Graphs of this runner's decode steps, not captured yet, with their fixed memory."""
+        caches = self._storage.caches
+        return DecodeGraphs(
+            lambda batch: self._model.forward(batch, caches),
+            self._model.compute_logits,
+            self._storage,
+            self._drawn,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            device=self._device,
+        )
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
+    def capture_graphs(self, vocab_size: int, max_model_len: int) -> int:
+        """From now on decode-only steps replay graphs; returns how many there are."""
+        graphs = self.make_graphs(vocab_size, max_model_len)
+        graphs.capture()
+        self._graphs = graphs
+        return graphs.num_graphs
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> SubmittedStep:
         with flushed_denormals() if self._device.type == "cpu" else nullcontext():
             return self._run(plan)
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: StepPlan) -> SubmittedStep:
         self._storage.copy(plan.copies)
-        batch = build_batch(plan, self._storage.layout, self._device)
-        hidden = self._model.forward(batch, self._storage.caches)
-        prompt_logprobs = self._prompt_logprobs(plan, hidden)
+        arrays = self._batcher.arrays(plan, self._draw_rows)
         samples = [(s.request_id, s.sample) for s in plan.sequences if s.sample is not None]
-        if not samples:
-            return StepResult(prompt_logprobs=prompt_logprobs)
+        specs = [spec for _, spec in samples]
+        prompt_logprobs: dict[str, tuple[tuple[int, TokenLogprobs], ...]] = {}
+        if self._graphs is not None and self._graphs.takes(plan):
+            draws: Draws | None = self._graphs.run(arrays, specs, self._sampler)
+        else:
+            draws = self._run_eagerly(plan, arrays, specs, prompt_logprobs)
+            if draws is not None:
+                keep_drawn(draws.tokens, draws.finite, self._drawn)
+        request_ids = [request_id for request_id, _ in samples]
+        self._draw_rows = {request_id: row for row, request_id in enumerate(request_ids)}
+        if draws is None:
+            return SubmittedStep(request_ids, None, prompt_logprobs)
+        return SubmittedStep(request_ids, FetchedDraws(draws, specs), prompt_logprobs)
+
+    def _run_eagerly(
+        self,
+        plan: StepPlan,
+        arrays: StepArrays,
+        specs: Sequence[SampleSpec],
+        prompt_logprobs: dict[str, tuple[tuple[int, TokenLogprobs], ...]],
+    ) -> Draws | None:
+        window = self._storage.layout.unit.replay_window
+        batch = build_batch(arrays, self._drawn[0], window, self._device)
+        hidden = self._model.forward(batch, self._storage.caches)
+        prompt_logprobs.update(self._prompt_logprobs(plan, hidden))
+        if not specs:
+            return None
         logits = self._model.compute_logits(hidden[batch.logits_indices])
-        drawn = self._sampler.sample(logits, [spec for _, spec in samples])
-        ids = (request_id for request_id, _ in samples)
-        return StepResult(dict(zip(ids, drawn, strict=True)), prompt_logprobs)
+        return self._sampler.draw(logits, specs)
 
     def _prompt_logprobs(
         self, plan: StepPlan, hidden: torch.Tensor

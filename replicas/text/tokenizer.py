@@ -21,6 +21,9 @@ _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
 class Tokenizer:
     """Tokens of one checkpoint. Safe to use from several threads."""
 
+    has_text = True
+    """False for a `NoTokenizer`."""
+
     def __init__(
         self,
         fast: FastTokenizer,

@@ -120,3 +120,9 @@ def test_an_engine_s_message_names_the_keys_of_the_yaml() -> None:
     said = in_settings_words("max_model_len is 9, but the arena of 7 bytes (cache_memory_bytes) holds 5")
     assert said == "model.max_context_length is 9, but the arena of 7 bytes (serving.cache_memory) holds 5"
     assert in_settings_words("head_dim is missing") == "head_dim is missing"
+
+
+def test_a_shape_is_no_model_to_serve(tmp_path: Path) -> None:
+    (tmp_path / "shape.yaml").write_text("model_type: qwen3_5_text")
+    with pytest.raises(ValueError, match="model.path 'shape.yaml' is a file; a server needs the folder"):
+        load_settings({"model": {"path": "shape.yaml", "load_format": "dummy"}}, tmp_path)

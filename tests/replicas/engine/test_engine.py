@@ -195,7 +195,8 @@ def test_a_poisoned_request_fails_alone(make_engine):
     executor.poisoned.add("b")
     outputs = drain(engine)
     assert outputs["b"]["end"] == "error"
-    assert outputs["a"]["tokens"] == outputs["c"]["tokens"] == expected([5, 6, 7], 6)[1:]
+    known = 6 if executor.overlaps else 5  # of those the first step drew, `step` may have returned none
+    assert outputs["a"]["tokens"] == outputs["c"]["tokens"] == expected([5, 6, 7], 6)[-known:]
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,26 @@ import pytest
 import torch
 
 from hybridserve.replicas.engine.plan import SampleSpec
+from hybridserve.replicas.runner.draws import FetchedDraws
 from hybridserve.replicas.runner.sampling import Sampler
 from hybridserve.replicas.sampling_params import SamplingParams
 
 VOCAB = 300
 
 
+class SampledAtOnce:
+    """Draws, and waits for what was drawn."""
+
+    def __init__(self) -> None:
+        self._sampler = Sampler(torch.device("cpu"))
+
+    def sample(self, logits, specs):
+        return FetchedDraws(self._sampler.draw(logits, specs), specs).sampled()
+
+
 @pytest.fixture
 def sampler():
-    return Sampler(torch.device("cpu"))
+    return SampledAtOnce()
 
 
 def spec(seed=1, position=7, token_ids=(3, 4, 5), prompt_len=2, banned=(), **params):

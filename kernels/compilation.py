@@ -1,0 +1,117 @@
+"""Compiling Triton kernels before anybody waits for them: all at once, in threads, and counted.
+
+`recorded_launches` runs ordinary code and notes which kernels it would launch, with which arguments; from
+these, `compile_launches` compiles. So a model's kernels need no list: its own forward pass is the list.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel with the arguments it was given."""
+
+    kernel: JITFunction
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    """Keyword arguments: constants and options such as num_warps."""
+
+    def compile(self) -> None:
+        """Compile what these arguments need, unless it is there."""
+        self.kernel.run(*self.args, grid=(1,), warmup=True, **self.options)
+
+    @property
+    def variant(self) -> tuple[object, ...]:
+        """Equal for launches that take the same compiled kernel; a few that do may differ."""
+        names = [p.name for p in self.kernel.params]
+        fixed = {p.name for p in self.kernel.params if p.is_constexpr}
+        given = [*zip(names, self.args, strict=False), *self.options.items()]
+        return (id(self.kernel), *((n, _kind(value, n in fixed or n not in names)) for n, value in given))
+
+
+def _kind(value: object, fixed: bool) -> object:
+    """What of an argument a compiled kernel may depend on."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int) and not fixed:
+        return type(value), value == 1, value % 16 == 0, value.bit_length() > 31
+    return type(value) if isinstance(value, float) and not fixed else value
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Inside, this process' Triton launches are noted in the list that this gives, and not done.
+
+    What a kernel would have written is then whatever was in memory: nothing may be read from it, and no
+    PyTorch operation may take an index from it. One thread at a time.
+    """
+    launches: list[Launch] = []
+    original = JITFunction.run
+
+    def note(kernel: JITFunction, *args: Any, grid: object, warmup: bool, **options: Any) -> None:
+        launches.append(Launch(kernel, args, options))
+
+    with _recording:
+        JITFunction.run = note  # type: ignore[method-assign]
+        try:
+            yield launches
+        finally:
+            JITFunction.run = original  # type: ignore[method-assign]
+
+
+_recording = threading.Lock()
+
+
+class Compilation:
+    """Kernels being compiled in threads; a context manager that waits for them."""
+
+    def __init__(self, launches: Sequence[Launch], threads: int) -> None:
+        """threads: ptxas and LLVM leave Python's lock, so one a core."""
+        variants = {launch.variant: launch for launch in launches}
+        self.num_kernels = len(variants)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compile")
+        self._running = [self._pool.submit(_in_context, launch.compile) for launch in variants.values()]
+
+    def wait(self) -> None:
+        """Until all are compiled; raises the first error."""
+        try:
+            for future in self._running:
+                future.result()
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def _in_context(compile_it: Callable[[], None]) -> None:
+    if torch.cuda.is_available():
+        # a thread has no CUDA context of its own until it asks for one
+        torch.cuda.set_device(torch.cuda.current_device())
+    compile_it()
+
+
+@contextmanager
+def counted_compilations() -> Iterator[Callable[[], int]]:
+    """Gives a function that says how many kernels were compiled, or loaded from disk, since the start."""
+    count = 0
+    knobs = triton.knobs.runtime
+    before = knobs.jit_post_compile_hook
+
+    def seen(*args: Any, **options: Any) -> None:
+        nonlocal count
+        count += 1
+        if before is not None:
+            before(*args, **options)
+
+    knobs.jit_post_compile_hook = seen
+    try:
+        yield lambda: count
+    finally:
+        knobs.jit_post_compile_hook = before

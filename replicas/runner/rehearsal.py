@@ -1,0 +1,130 @@
+"""Steps on made-up sequences before the first real one: which kernels there will be, and how much memory.
+
+Owns a small arena of its own while it lasts. What its sequences hold means nothing, and nobody reads it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hybridserve.kernels.attention import CONTEXT_PIECE
+from hybridserve.kernels.compilation import Launch, recorded_launches
+from hybridserve.replicas.arena.arena import Arena, Copies
+from hybridserve.replicas.arena.layout import ArenaLayout
+from hybridserve.replicas.engine.plan import SampleSpec, ScheduledSequence, StepPlan
+from hybridserve.replicas.models.specs import ModelConfig
+from hybridserve.replicas.runner.runner import Model, ModelRunner
+from hybridserve.replicas.runner.storage import ArenaStorage
+from hybridserve.replicas.sampling_params import SamplingParams
+
+SHORT = 64
+"""Tokens of a chunk that is only there to be there."""
+CHUNKS_AT_ONCE = 5
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7, top_p=0.9, logprobs=1),
+    SamplingParams(temperature=0.0, logprobs=0, presence_penalty=0.1, logit_bias={0: 1.0}),
+)
+"""Between them, every kernel of the sampler."""
+
+
+@dataclass
+class _Sequence:
+    units: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+
+
+class Rehearsal:
+    """Plans on a small arena, run by a runner of its own."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: ModelConfig,
+        layout: ArenaLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        self._chunk = min(max_num_batched_tokens, max_model_len - 1)
+        self._contexts = (0, *(c for c in (SHORT, CONTEXT_PIECE) if c + self._chunk < max_model_len))
+        self._max_model_len = max_model_len
+        self._vocab_size = config.vocab_size
+        longest = layout.pages_for(self._chunk + self._contexts[-1])
+        pages = longest + CHUNKS_AT_ONCE * layout.pages_for(2 * SHORT)
+        self._arena = Arena(layout, layout.extents_for(CHUNKS_AT_ONCE + 1, pages))
+        storage = ArenaStorage(layout, self._arena.num_extents, config.mixers, dtype, device)
+        self._runner = ModelRunner(model, storage, device, max_num_seqs=max(max_num_seqs, CHUNKS_AT_ONCE))
+        self._storage = storage
+
+    @torch.inference_mode()
+    def launches(self) -> list[Launch]:
+        """The kernels of every kind of step that there is, none of which runs."""
+        with recorded_launches() as found:
+            for plan in self._plans():
+                self._runner.submit(plan)
+            self._runner.make_graphs(self._vocab_size, self._max_model_len).rehearse()
+        return found
+
+    def run(self) -> None:
+        """The largest prefills, done."""
+        for context_len in self._contexts:
+            self._runner.submit(self._plan([(self._chunk, context_len)])).result()
+
+    def _plans(self) -> list[StepPlan]:
+        lone = [(self._chunk, context_len) for context_len in self._contexts]
+        short = [(SHORT, 0)] * CHUNKS_AT_ONCE
+        mixed = [(1, SHORT), (SHORT, 0)]
+        groups = [*([chunk] for chunk in lone), *(short[:n] for n in range(1, CHUNKS_AT_ONCE + 1)), mixed]
+        plans = [self._plan(group) for group in groups]
+        plans += [self._plan(short[:1], sampling) for sampling in SAMPLINGS]
+        moves = self._moves()
+        return plans if moves is None else [*plans, moves]
+
+    def _plan(
+        self,
+        lens: Sequence[tuple[int, int]],
+        sampling: SamplingParams = SAMPLINGS[0],
+        copies: Copies = Copies(),  # noqa: B008  frozen
+    ) -> StepPlan:
+        """One step of sequences of (new tokens, tokens before)."""
+        held = [_Sequence() for _ in lens]
+        layout = self._arena.layout
+        for sequence, (new, before) in zip(held, lens, strict=True):
+            fits = self._arena.allocate_unit(sequence.units) and self._arena.allocate_pages(
+                layout.pages_for(new + before), sequence.pages
+            )
+            assert fits, "the rehearsal's arena is too small for its own plans"
+        sequences = tuple(
+            ScheduledSequence(
+                request_id=f"rehearsal {at}",
+                token_ids=[0] * new,
+                context_len=before,
+                unit=sequence.units[0] if sequence.units else -1,
+                block_table=list(sequence.pages),
+                sample=SampleSpec(sampling, 0, new + before, new + before, [0] * (new + before), ()),
+            )
+            for at, (sequence, (new, before)) in enumerate(zip(held, lens, strict=True))
+        )
+        for sequence in held:
+            self._arena.release(sequence.units, sequence.pages)
+        num_decodes = sum(new == 1 and before > 0 for new, before in lens)
+        return StepPlan(0, sequences, num_decodes, copies)
+
+    def _moves(self) -> StepPlan | None:
+        """A step that first moves a unit and a page."""
+        first, second = _Sequence(), _Sequence()
+        for sequence in (first, second):
+            self._arena.allocate_unit(sequence.units)
+            self._arena.allocate_pages(min(1, self._arena.layout.pages_for(1)), sequence.pages)
+        copies = Copies(
+            tuple(zip(first.pages, second.pages, strict=True)),
+            tuple(zip(first.units, second.units, strict=True)),
+        )
+        for sequence in (first, second):
+            self._arena.release(sequence.units, sequence.pages)
+        return self._plan([(SHORT, 0)], copies=copies)
