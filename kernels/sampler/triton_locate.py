@@ -127,7 +127,11 @@ def locate(
         pivot = tl.load(pivots + row * PADDED + index, mask=used, other=0.0)
         grid = index[:, None] * num_chunks + chunks[None, :]
         above = floats + (row * (FIRST_MASS + PIVOTS) + FIRST_MASS) * num_chunks
-        mass = tl.sum(tl.load(above + grid, mask=used[:, None] & weighed[None, :], other=0.0).to(tl.float64) * scale[None, :], axis=1)
+        mass = tl.sum(
+            tl.load(above + grid, mask=used[:, None] & weighed[None, :], other=0.0).to(tl.float64)
+            * scale[None, :],
+            axis=1,
+        )
         count = tl.zeros([PADDED], tl.int32)
         if by_count:
             counted = counts + row * PIVOTS * num_chunks
@@ -144,11 +148,12 @@ def locate(
         tl.store(tokens + row, tl.minimum(token.to(tl.int64), vocab - 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["share"])
 def gather_between(
     logits,
     row_stride,
     vocab,
+    share,
     temperature,
     keys,
     positions,
@@ -163,40 +168,41 @@ def gather_between(
     TILE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One program a chunk of a filtered row: lists int64 [B, CANDIDATES], the tokens of its interval.
+    """One program for `share` chunks of a filtered row: its interval's tokens in lists int64 [B, CANDIDATES].
 
     An entry is the bits of a logit above its id. Chunks take places as they come, so that a reader must not
-    depend on a list's order; tokens that do not fit are only counted. above: int64 [B, chunks], `best_of` the score
-    (logit - top) / temperature + noise of the tokens above the interval.
+    depend on a list's order; tokens that do not fit are only counted. above: int64 [B, chunks], `best_of` the
+    score (logit - top) / temperature + noise of the tokens above the interval.
     """
     num_chunks = tl.cdiv(vocab, CHUNK)
-    row = (tl.program_id(0) // num_chunks).to(tl.int64)
-    chunk = tl.program_id(0) % num_chunks
+    num_shares = tl.cdiv(num_chunks, share)
+    row = (tl.program_id(0) // num_shares).to(tl.int64)
+    first_chunk = tl.program_id(0) % num_shares * share
     plan = plans + row * PLAN
     # all at once, so that no wait follows another; of a settled row nothing but its kind is known
     kind = tl.load(plan + KIND)
     low = tl.load(plan + LOW).to(tl.float32)
     high = tl.load(plan + HIGH).to(tl.float32)
     top = tl.load(plan + TOP).to(tl.float32)
+    heat = tl.load(temperature + row).to(tl.float32)
+    key = noise_key(keys, positions, row, HASHED)
     if kind == FILTERED:
-        start = chunk * CHUNK
-        cols = spread(start, CHUNK // LANES, LANES)
         this_row = logits + row * row_stride
-        x = bounded(load_columns(this_row, cols, vocab))
-        x = tl.where(cols < vocab, x, -float("inf"))
-        between = ((x > low) & (x <= high)).to(tl.int32)
-        found = tl.sum(between)
-        if found > 0:
-            first = tl.atomic_add(gathered + row, found, sem="relaxed")
-            place = first + places(between, LANES)
-            entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | cols
-            tl.store(lists + row * CANDIDATES + place, entry, mask=(between > 0) & (place < CANDIDATES))
-        chunk_best = tl.full([], NONE, tl.int64)
-        peak = tl.max(x)
-        if peak > high:
-            heat = tl.load(temperature + row).to(tl.float32)
-            key = noise_key(keys, positions, row, HASHED)
-            chunk_best = best_drawn(
-                this_row, start, vocab, x, cols, high, peak, top, heat, key, CHUNK, TILE
-            )
-        tl.store(above + row * num_chunks + chunk, chunk_best)
+        for chunk in range(first_chunk, tl.minimum(first_chunk + share, num_chunks)):
+            start = chunk * CHUNK
+            cols = spread(start, CHUNK // LANES, LANES)
+            x = bounded(load_columns(this_row, cols, vocab))
+            x = tl.where(cols < vocab, x, -float("inf"))
+            between = ((x > low) & (x <= high)).to(tl.int32)
+            found = tl.sum(between)
+            if found > 0:
+                first = tl.atomic_add(gathered + row, found, sem="relaxed")
+                place = first + places(between, LANES)
+                entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | cols
+                kept = (between > 0) & (place < CANDIDATES)
+                tl.store(lists + row * CANDIDATES + place, entry, mask=kept)
+            best = tl.full([], NONE, tl.int64)
+            peak = tl.max(x)
+            if peak > high:
+                best = best_drawn(this_row, start, vocab, x, cols, high, peak, top, heat, key, CHUNK, TILE)
+            tl.store(above + row * num_chunks + chunk, best)

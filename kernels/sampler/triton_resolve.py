@@ -42,7 +42,7 @@ _ONE = tl.constexpr(1099511627776.0)
 
 @triton.jit
 def _read(row, listed, in_row, start, size, low, high, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Logits and ids of a tile of a row, or where in_row is 0 of a list, and which of them lie in (low, high].
+    """Logits and ids of a tile of a row, or if in_row is 0 of a list, and which of them lie in (low, high].
 
     One path for both keeps the kernel half as long: a program runs through it once, so that fetching its
     instructions takes as long as they do.
@@ -133,7 +133,18 @@ def _narrow(
 
 
 @triton.jit
-def _rank(row, listed, in_row, size, low, high, scratch, RANKED: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr):
+def _rank(
+    row,
+    listed,
+    in_row,
+    size,
+    low,
+    high,
+    scratch,
+    RANKED: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """The at most RANKED tokens of (low, high], likeliest first, equal ones by rising id: logits and ids."""
     place = 0
     # an earlier ranking may still be read from the scratch
@@ -162,7 +173,9 @@ def _id_of_equal(row, listed, in_row, size, t, ordinal, vocab, TILE: tl.constexp
         middle = (low + high) // 2
         found = 0
         for start in range(0, size, TILE):
-            x, ids, real = _read(row, listed, in_row, start, size, -float("inf"), float("inf"), TILE // LANES, LANES)
+            x, ids, real = _read(
+                row, listed, in_row, start, size, -float("inf"), float("inf"), TILE // LANES, LANES
+            )
             found += tl.sum((real & (x == t) & (ids <= middle)).to(tl.int32))
         enough = found > ordinal
         high = tl.where(enough, middle, high)
@@ -249,14 +262,27 @@ def _boundary(
                 kept_equal = tl.minimum(fitting, tl.minimum(by_mass, 1e9).to(tl.int64))
                 boundary = high
                 if kept_equal < left:
-                    last_id = _id_of_equal(row, listed, in_row, size, high, kept_equal - 1, vocab, TILE, LANES)
+                    last_id = _id_of_equal(
+                        row, listed, in_row, size, high, kept_equal - 1, vocab, TILE, LANES
+                    )
         stage += 1
     return boundary, last_id
 
 
 @triton.jit
 def _best_kept(
-    row, listed, in_row, size, boundary, last_id, high, heat, top, key, TILE: tl.constexpr, LANES: tl.constexpr
+    row,
+    listed,
+    in_row,
+    size,
+    boundary,
+    last_id,
+    high,
+    heat,
+    top,
+    key,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """`best_of` the kept tokens up to `high`; those above it are `gather_between`'s."""
     best = tl.full([], NONE, tl.int64)
@@ -340,7 +366,22 @@ def resolve(
         this_row = logits + row * row_stride
         listed = lists + row * CANDIDATES
         found = _settle(
-            this_row, listed, in_row, size, vocab, plan, within, k, p, least, heat, key, scratch, RANKED, TILE, LANES
+            this_row,
+            listed,
+            in_row,
+            size,
+            vocab,
+            plan,
+            within,
+            k,
+            p,
+            least,
+            heat,
+            key,
+            scratch,
+            RANKED,
+            TILE,
+            LANES,
         )
         num_chunks = tl.cdiv(vocab, CHUNK)
         chunks = tl.arange(0, CHUNKS_PADDED)

@@ -23,12 +23,14 @@ from hybridserve.kernels.sampler.triton_resolve import resolve
 
 @dataclass(frozen=True)
 class Tuning:
-    """Sizes that change speed, and rounding by way of `chunk`, but nothing else. All are powers of two."""
+    """Sizes that change speed, and rounding by way of `chunk`, but nothing else. Powers of two."""
 
     chunk: int = 4096
     """Columns that one program of the first pass reads."""
     gathered: int = 2048
     """Columns that one program of the second pass reads."""
+    programs: int = 2048
+    """Of the second pass, enough to fill a GPU; with more rows each goes through up to eight chunks."""
     piece: int = 512
     """Columns looked at together where a program of either goes through its own again."""
     sample: int = 8192
@@ -167,8 +169,11 @@ def _launch(
         PLAN=PLAN,
         num_warps=4,
     )
-    gather_between[(num_rows * num_parts,)](
+    # where there are many rows, programs without anything to do would cost more than longer ones
+    share = max(1, min(8, num_rows * num_parts // tuning.programs))
+    gather_between[(num_rows * triton.cdiv(num_parts, share),)](
         *given,
+        share,
         temperature,
         keys,
         positions,
