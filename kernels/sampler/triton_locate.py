@@ -18,10 +18,8 @@ from hybridserve.kernels.sampler.triton_math import (
     inverse_temperature,
     load_columns,
     noise_key,
-    places,
     score_in,
     sharpness,
-    spread,
 )
 from hybridserve.kernels.sampler.triton_measure import (
     BROKEN,
@@ -148,6 +146,35 @@ def locate(
         tl.store(tokens + row, tl.minimum(token.to(tl.int64), vocab - 1))
 
 
+@triton.jit
+def _append(
+    listed,
+    place,
+    row,
+    start,
+    vocab,
+    low,
+    high,
+    CHUNK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Store the tokens of (low, high] of a chunk in a list, from `place` on.
+
+    The chunk is read again, from the L1, in tiles: scattered all at once it would take too many registers.
+    """
+    for at in range(0, CHUNK, TILE):
+        cols = start + at + tl.arange(0, TILE)
+        x = bounded(load_columns(row, cols, vocab))
+        between = ((cols < vocab) & (x > low) & (x <= high)).to(tl.int32)
+        found = tl.sum(between)
+        if found > 0:
+            slot = place + tl.cumsum(between, 0) - 1
+            entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | cols
+            tl.store(listed + slot, entry, mask=(between > 0) & (slot < CANDIDATES))
+            place += found
+
+
 @triton.jit(do_not_specialize=["share"])
 def gather_between(
     logits,
@@ -166,7 +193,6 @@ def gather_between(
     CANDIDATES: tl.constexpr,
     PLAN: tl.constexpr,
     TILE: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     """One program for `share` chunks of a filtered row: its interval's tokens in lists int64 [B, CANDIDATES].
 
@@ -190,17 +216,14 @@ def gather_between(
         this_row = logits + row * row_stride
         for chunk in range(first_chunk, tl.minimum(first_chunk + share, num_chunks)):
             start = chunk * CHUNK
-            cols = spread(start, CHUNK // LANES, LANES)
+            cols = start + tl.arange(0, CHUNK)
             x = bounded(load_columns(this_row, cols, vocab))
             x = tl.where(cols < vocab, x, -float("inf"))
-            between = ((x > low) & (x <= high)).to(tl.int32)
-            found = tl.sum(between)
+            found = tl.sum(((x > low) & (x <= high)).to(tl.int32))
             if found > 0:
-                first = tl.atomic_add(gathered + row, found, sem="relaxed")
-                place = first + places(between, LANES)
-                entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | cols
-                kept = (between > 0) & (place < CANDIDATES)
-                tl.store(lists + row * CANDIDATES + place, entry, mask=kept)
+                place = tl.atomic_add(gathered + row, found, sem="relaxed")
+                listed = lists + row * CANDIDATES
+                _append(listed, place, this_row, start, vocab, low, high, CHUNK, CANDIDATES, TILE)
             best = tl.full([], NONE, tl.int64)
             peak = tl.max(x)
             if peak > high:

@@ -122,24 +122,6 @@ def id_in(best):
 
 
 @triton.jit
-def spread(start, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """int32 [ROWS, LANES], counting from `start`; one column a thread of LANES.
-
-    Told of one contiguous element only, the compiler gives a thread no neighbours: what it loads is then laid
-    out as what it scatters, and sums over the rows stay inside threads.
-    """
-    at = tl.arange(0, ROWS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    return tl.max_contiguous(start + at, [1, 1])
-
-
-@triton.jit
-def places(flags, LANES: tl.constexpr):
-    """int32 [ROWS, LANES], a different number from 0 for each 1 of the flags, int32, of `spread` elements."""
-    each = tl.sum(flags, axis=0)
-    return tl.cumsum(flags, 0) - flags + (tl.cumsum(each, 0) - each)[None, :]
-
-
-@triton.jit
 def load_columns(row, cols, vocab):
     """fp32 of the columns `cols` of a row of logits, LOWEST past its end."""
     if row.dtype.element_ty == tl.float16:

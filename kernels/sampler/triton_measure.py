@@ -49,23 +49,31 @@ def is_short(top_k, CANDIDATES: tl.constexpr):
 
 
 @triton.jit
-def _bracket(pivots, share, index, cumulative, mass, square, top, width):
+def _bracket(pivots, share, room, index, cumulative, mass, square, count, cum_count, top, width):
     """Store the pivots around the point with `share` of the sampled mass above it, GUARD of them.
 
     The share above a fixed point has the variance of a ratio of sums: (1 - share)^2 times the squared weights
-    above plus share^2 times those below, over the squared total. Four deviations miss once in 15,000; the
-    pivots nearer than that leave few tokens between two of them.
+    above plus share^2 times those below, over the squared total. One heavy token in the sample makes that
+    estimate poor, hence ten deviations at either end; no more than `room` sampled tokens are to lie between
+    two pivots, so that they can be gathered.
     """
     total = tl.sum(mass)
     over = tl.sum(tl.where(cumulative - mass < share * total, square, 0.0))
     variance = (1 - share) * (1 - share) * over + share * share * tl.maximum(tl.sum(square) - over, 0.0)
     deviation = tl.sqrt(variance) / total
-    for i in tl.static_range(7):
-        # -4, -2, -1, 0, 1, 2, 4
-        z = (i - 3) * 1.0 if i > 0 and i < 6 else (i - 3) * 4.0 / 3
-        wanted = (share + z * deviation) * total
-        edge = tl.sum((cumulative < wanted).to(tl.float32))
-        tl.store(pivots + i, top - (edge + (1.0 if i > 3 else 0.0)) * width)
+    middle = tl.sum((cumulative < share * total).to(tl.float32))
+    tl.store(pivots + 3, top - middle * width)
+    lower, upper = middle, middle
+    for i in tl.static_range(3):
+        z = i + 1.0 if i < 2 else 10.0
+        seen = tl.sum(tl.where(index < lower, count, 0.0))
+        edge = tl.sum((cumulative < (share + z * deviation) * total).to(tl.float32))
+        lower = tl.maximum(tl.minimum(edge, tl.sum((cum_count < seen + room).to(tl.float32))), lower)
+        tl.store(pivots + 4 + i, top - (lower + 1) * width)
+        seen = tl.sum(tl.where(index < upper, count, 0.0))
+        edge = tl.sum((cumulative < (share - z * deviation) * total).to(tl.float32))
+        upper = tl.minimum(tl.maximum(edge, tl.sum((cum_count < seen - room).to(tl.float32))), upper)
+        tl.store(pivots + 2 - i, top - upper * width)
 
 
 @triton.jit
@@ -128,10 +136,13 @@ def choose_pivots(
         _bracket(
             out,
             tl.where(counts, counted / sampled, share),
+            CANDIDATES * 0.75 * sampled / vocab,
             index,
             tl.where(counts, cum_count, cum_mass),
             tl.where(counts, count, mass),
             tl.where(counts, count, square),
+            count,
+            cum_count,
             top,
             width,
         )

@@ -28,9 +28,7 @@ from hybridserve.kernels.sampler.triton_math import (
     load_columns,
     noise_key,
     noise_of,
-    places,
     sharpness,
-    spread,
     value_of,
     weight_of,
 )
@@ -41,35 +39,18 @@ _ONE = tl.constexpr(1099511627776.0)
 
 
 @triton.jit
-def _read(row, listed, in_row, start, size, low, high, ROWS: tl.constexpr, LANES: tl.constexpr):
+def _read(row, listed, in_row, start, size, low, high, TILE: tl.constexpr):
     """Logits and ids of a tile of a row, or if in_row is 0 of a list, and which of them lie in (low, high].
 
     One path for both keeps the kernel half as long: a program runs through it once, so that fetching its
     instructions takes as long as they do.
     """
-    at = spread(start, ROWS, LANES)
+    at = start + tl.arange(0, TILE)
     entry = tl.load(listed + at, mask=at < tl.where(in_row > 0, 0, size), other=0)
     x = bounded(load_columns(row, at, tl.where(in_row > 0, size, 0)))
     x = tl.where(in_row > 0, x, (entry >> 32).to(tl.int32).to(tl.float32, bitcast=True))
     ids = tl.where(in_row > 0, at, (entry & IDS).to(tl.int32))
     return x, ids, (at < size) & (x > low) & (x <= high)
-
-
-@triton.jit
-def _sums_of(flags, weight):
-    """Along the rows of a tile, in each thread: how many flags are set, and the integer weights there."""
-    return tl.sum(flags.to(tl.int32), axis=0), tl.sum(tl.where(flags, weight, 0), axis=0)
-
-
-@triton.jit
-def _unscaled(mass):
-    return tl.sum(mass).to(tl.float64) * (1.0 / _ONE)
-
-
-@triton.jit
-def _is_heavy(t, top, heat, least):
-    """Whether a logit t passes min_p."""
-    return (least <= 0) | (tl.exp((t - top).to(tl.float64) / heat.to(tl.float64)) >= least)
 
 
 @triton.jit
@@ -90,7 +71,6 @@ def _narrow(
     top,
     RANKED: tl.constexpr,
     TILE: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     """Narrow (low, high], around the lowest logit that would be kept, to at most RANKED tokens or one logit.
 
@@ -99,62 +79,46 @@ def _narrow(
     above it. Returns the same five of the narrowed interval.
     """
     inverse, correction = inverse_temperature(heat)
+    step = tl.arange(0, 16) + 1
     lowest, highest = key_of(low), key_of(high)
     while (within > RANKED) & (highest - lowest > 1):
         span = highest - lowest
-        k1, k2, k3 = lowest + (span + 3) // 4, lowest + (span * 2 + 3) // 4, lowest + (span * 3 + 3) // 4
-        t1, t2, t3 = value_of(k1), value_of(k2), value_of(k3)
-        n1, n2, n3 = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32)
-        m1, m2, m3 = tl.zeros([LANES], tl.int64), tl.zeros([LANES], tl.int64), tl.zeros([LANES], tl.int64)
+        t = value_of(lowest + (span * step + 15) // 16)
+        counts = tl.zeros([TILE, 16], tl.int32)
+        masses = tl.zeros([TILE, 16], tl.int64)
         for start in range(0, size, TILE):
-            x, _, inside = _read(
-                row, listed, in_row, start, size, value_of(lowest), value_of(highest), TILE // LANES, LANES
-            )
+            x, _, inside = _read(row, listed, in_row, start, size, value_of(lowest), value_of(highest), TILE)
             weight = (weight_of(x, top, inverse, correction) * _ONE).to(tl.int64)
-            n, m = _sums_of(inside & (x > t1), weight)
-            n1, m1 = n1 + n, m1 + m
-            n, m = _sums_of(inside & (x > t2), weight)
-            n2, m2 = n2 + n, m2 + m
-            n, m = _sums_of(inside & (x > t3), weight)
-            n3, m3 = n3 + n, m3 + m
-        c1, c2, c3 = count + tl.sum(n1), count + tl.sum(n2), count + tl.sum(n3)
-        w1, w2, w3 = mass + _unscaled(m1), mass + _unscaled(m2), mass + _unscaled(m3)
-        keep1 = (c1 < count_limit) & (w1 < mass_limit) & _is_heavy(t1, top, heat, least)
-        keep2 = (c2 < count_limit) & (w2 < mass_limit) & _is_heavy(t2, top, heat, least)
-        keep3 = (c3 < count_limit) & (w3 < mass_limit) & _is_heavy(t3, top, heat, least)
-        # what is kept is kept above too, so that the lowest kept one tells
-        count_low = tl.where(keep1, count + within, tl.where(keep2, c1, tl.where(keep3, c2, c3)))
-        count = tl.where(keep1, c1, tl.where(keep2, c2, tl.where(keep3, c3, count)))
-        mass = tl.where(keep1, w1, tl.where(keep2, w2, tl.where(keep3, w3, mass)))
+            higher = (x[:, None] > t[None, :]) & inside[:, None]
+            counts += higher.to(tl.int32)
+            masses += tl.where(higher, weight[:, None], 0)
+        above_count = count + tl.sum(counts, axis=0)
+        above_mass = mass + tl.sum(masses, axis=0).to(tl.float64) * (1.0 / _ONE)
+        keep = (above_count < count_limit) & (above_mass < mass_limit)
+        if least > 0:
+            keep = keep & (tl.exp((t - top).to(tl.float64) / heat.to(tl.float64)) >= least)
+        chosen = tl.min(tl.where(keep, step, 16))
+        count_low = tl.where(chosen > 1, tl.sum(tl.where(step == chosen - 1, above_count, 0)), count + within)
+        count = tl.sum(tl.where(step == chosen, above_count, 0))
+        mass = tl.sum(tl.where(step == chosen, above_mass, 0.0))
         within = count_low - count
-        lowest = tl.where(keep1, lowest, tl.where(keep2, k1, tl.where(keep3, k2, k3)))
-        highest = tl.where(keep1, k1, tl.where(keep2, k2, tl.where(keep3, k3, highest)))
+        highest = lowest + (span * chosen + 15) // 16
+        lowest = tl.where(chosen > 1, lowest + (span * (chosen - 1) + 15) // 16, lowest)
     return value_of(lowest), value_of(highest), within, count, mass
 
 
 @triton.jit
-def _rank(
-    row,
-    listed,
-    in_row,
-    size,
-    low,
-    high,
-    scratch,
-    RANKED: tl.constexpr,
-    TILE: tl.constexpr,
-    LANES: tl.constexpr,
-):
+def _rank(row, listed, in_row, size, low, high, scratch, RANKED: tl.constexpr, TILE: tl.constexpr):
     """The at most RANKED tokens of (low, high], likeliest first, equal ones by rising id: logits and ids."""
     place = 0
     # an earlier ranking may still be read from the scratch
     tl.debug_barrier()
     for start in range(0, size, TILE):
-        x, ids, inside = _read(row, listed, in_row, start, size, low, high, TILE // LANES, LANES)
+        x, ids, inside = _read(row, listed, in_row, start, size, low, high, TILE)
         flags = inside.to(tl.int32)
         found = tl.sum(flags)
         if found > 0:
-            at = place + places(flags, LANES)
+            at = place + tl.cumsum(flags, 0) - 1
             entry = (key_of(x) << 32) | (ids ^ IDS).to(tl.int64)
             tl.store(scratch + at, entry, mask=inside & (at < RANKED))
         place += found
@@ -166,16 +130,14 @@ def _rank(
 
 
 @triton.jit
-def _id_of_equal(row, listed, in_row, size, t, ordinal, vocab, TILE: tl.constexpr, LANES: tl.constexpr):
+def _id_of_equal(row, listed, in_row, size, t, ordinal, vocab, TILE: tl.constexpr):
     """The `ordinal`-th lowest id (from 0) of the tokens whose logit is t, by bisection of the ids."""
     low, high = -1, vocab - 1
     while high - low > 1:
         middle = (low + high) // 2
         found = 0
         for start in range(0, size, TILE):
-            x, ids, real = _read(
-                row, listed, in_row, start, size, -float("inf"), float("inf"), TILE // LANES, LANES
-            )
+            x, ids, real = _read(row, listed, in_row, start, size, -float("inf"), float("inf"), TILE)
             found += tl.sum((real & (x == t) & (ids <= middle)).to(tl.int32))
         enough = found > ordinal
         high = tl.where(enough, middle, high)
@@ -200,7 +162,6 @@ def _boundary(
     scratch,
     RANKED: tl.constexpr,
     TILE: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     """The lowest logit that is kept, and the highest id kept of the tokens that have it.
 
@@ -235,10 +196,9 @@ def _boundary(
             top,
             RANKED,
             TILE,
-            LANES,
         )
         if left <= RANKED:
-            x, ids = _rank(row, listed, in_row, size, low, high, scratch, RANKED, TILE, LANES)
+            x, ids = _rank(row, listed, in_row, size, low, high, scratch, RANKED, TILE * 4)
             index = tl.arange(0, RANKED)
             ranked = (index < left) & (count + index < limit)
             weight = tl.exp((x - top).to(tl.float64) / heat.to(tl.float64))
@@ -262,32 +222,17 @@ def _boundary(
                 kept_equal = tl.minimum(fitting, tl.minimum(by_mass, 1e9).to(tl.int64))
                 boundary = high
                 if kept_equal < left:
-                    last_id = _id_of_equal(
-                        row, listed, in_row, size, high, kept_equal - 1, vocab, TILE, LANES
-                    )
+                    last_id = _id_of_equal(row, listed, in_row, size, high, kept_equal - 1, vocab, TILE)
         stage += 1
     return boundary, last_id
 
 
 @triton.jit
-def _best_kept(
-    row,
-    listed,
-    in_row,
-    size,
-    boundary,
-    last_id,
-    high,
-    heat,
-    top,
-    key,
-    TILE: tl.constexpr,
-    LANES: tl.constexpr,
-):
+def _best_kept(row, listed, in_row, size, boundary, last_id, high, heat, top, key, TILE: tl.constexpr):
     """`best_of` the kept tokens up to `high`; those above it are `gather_between`'s."""
     best = tl.full([], NONE, tl.int64)
     for start in range(0, size, TILE):
-        x, ids, kept = _read(row, listed, in_row, start, size, -float("inf"), high, TILE // LANES, LANES)
+        x, ids, kept = _read(row, listed, in_row, start, size, -float("inf"), high, TILE)
         kept = kept & ((x > boundary) | ((x == boundary) & (ids <= last_id)))
         if tl.max(kept.to(tl.int32)) > 0:
             score = (x - top) * sharpness(heat) + noise_of(key, ids)
@@ -312,15 +257,14 @@ def _settle(
     scratch,
     RANKED: tl.constexpr,
     TILE: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     """`best_of` the kept tokens of the interval."""
     top = tl.load(plan + TOP).to(tl.float32)
     high = tl.load(plan + HIGH).to(tl.float32)
     boundary, last_id = _boundary(
-        row, listed, in_row, size, vocab, plan, within, k, p, least, heat, top, scratch, RANKED, TILE, LANES
+        row, listed, in_row, size, vocab, plan, within, k, p, least, heat, top, scratch, RANKED, TILE
     )
-    return _best_kept(row, listed, in_row, size, boundary, last_id, high, heat, top, key, TILE // 2, LANES)
+    return _best_kept(row, listed, in_row, size, boundary, last_id, high, heat, top, key, TILE * 4)
 
 
 # a vocabulary of one token must not become a constant, which Triton 3.6 fails to compile here
@@ -348,7 +292,6 @@ def resolve(
     RANKED: tl.constexpr,
     PLAN: tl.constexpr,
     TILE: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     """One program a row: the token of a filtered row, from its list, or from the row where that is cut."""
     row = tl.program_id(0).to(tl.int64)
@@ -366,22 +309,7 @@ def resolve(
         this_row = logits + row * row_stride
         listed = lists + row * CANDIDATES
         found = _settle(
-            this_row,
-            listed,
-            in_row,
-            size,
-            vocab,
-            plan,
-            within,
-            k,
-            p,
-            least,
-            heat,
-            key,
-            scratch,
-            RANKED,
-            TILE,
-            LANES,
+            this_row, listed, in_row, size, vocab, plan, within, k, p, least, heat, key, scratch, RANKED, TILE
         )
         num_chunks = tl.cdiv(vocab, CHUNK)
         chunks = tl.arange(0, CHUNKS_PADDED)

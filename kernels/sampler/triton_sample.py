@@ -35,14 +35,14 @@ class Tuning:
     """Columns looked at together where a program of either goes through its own again."""
     sample: int = 8192
     """Logits of a row that its pivots are chosen from."""
-    bins: int = 256
+    bins: int = 512
     """Of the histogram of that sample."""
     candidates: int = 32768
     """Tokens that may be gathered around a boundary; where it takes more, the row is scanned whole."""
     ranked: int = 512
     """Tokens that are sorted to end the search for a boundary."""
-    tile: int = 2048
-    """Tokens looked at together while it goes on; at least 512."""
+    tile: int = 512
+    """Tokens looked at together while it goes on."""
 
 
 SERVED = Tuning()
@@ -149,6 +149,7 @@ def _launch(
         PADDED=PIVOTS_PADDED,
         TILE=min(tuning.piece, tuning.chunk),
         num_warps=4,
+        maxnreg=80,
     )
     locate[rows](
         vocab,
@@ -186,9 +187,8 @@ def _launch(
         CANDIDATES=tuning.candidates,
         PLAN=PLAN,
         TILE=min(tuning.piece, tuning.gathered),
-        LANES=128,
         num_warps=4,
-        maxnreg=64,
+        maxnreg=96,
     )
     resolve[rows](
         *given,
@@ -208,8 +208,6 @@ def _launch(
         RANKED=tuning.ranked,
         PLAN=PLAN,
         TILE=tuning.tile,
-        LANES=256,
         num_warps=8,
-        maxnreg=128,
     )
     return tokens, finite

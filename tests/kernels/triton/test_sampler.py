@@ -14,11 +14,9 @@ from hybridserve.kernels.sampler.triton_sample import SERVED, Tuning, sample, sa
 from hybridserve.kernels.testing import poisoned_memory
 
 # small enough that a thousand logits take every path: many chunks, narrowing, ranking
-SMALL = Tuning(chunk=256, gathered=256, sample=256, bins=64, candidates=256, ranked=16, tile=512)
+SMALL = Tuning(chunk=256, gathered=256, sample=256, bins=64, candidates=256, ranked=16, tile=256)
 # nothing fits what is gathered, so that whole rows are scanned
-SCANNING = Tuning(
-    chunk=256, gathered=512, programs=2, sample=256, bins=64, candidates=2, ranked=16, tile=1024
-)
+SCANNING = Tuning(chunk=256, gathered=512, programs=2, sample=256, bins=64, candidates=2, ranked=16, tile=512)
 NAMES = ("temperature", "top_k", "top_p", "min_p")
 
 
