@@ -147,6 +147,38 @@ def test_agrees_with_the_sizes_that_are_served(device):
         assert_agrees(logits.to(device), given, SERVED)
 
 
+@pytest.mark.parametrize("heavy", [0.0, 7.0, 7.5])
+def test_pivots_leave_few_tokens_about_the_boundary(device, heavy):
+    """Also where one token is a third of the sample's mass, and a far smaller share of the row's.
+
+    Were the boundary not between two pivots, or too much between them, the row would be scanned repeatedly.
+    """
+    vocab, count, candidates = 60000, 4, 8192
+    logits = torch.randn(count, vocab) * 1.3
+    logits[:, 5] = torch.maximum(logits[:, 5], torch.tensor(heavy))
+    given = on(device, same_options(count, temperature=0.7, top_p=0.9))
+    pivots = torch.zeros(count, module.PIVOTS_PADDED, device=device)
+    module.choose_pivots[(count,)](
+        logits.to(device),
+        vocab,
+        vocab,
+        *(given[name] for name in NAMES),
+        pivots,
+        SAMPLE=4096,
+        BINS=512,
+        CANDIDATES=candidates,
+        PADDED=module.PIVOTS_PADDED,
+    )
+    for row, found in zip(logits, pivots.cpu(), strict=True):
+        ranked = row.sort(descending=True).values
+        weights = ((ranked - ranked[0]).double() / 0.7).exp()
+        boundary = ranked[((weights.cumsum(0) - weights) < 0.9 * weights.sum()).sum() - 1]
+        inside, outside = found[found >= boundary], found[found < boundary]
+        assert len(inside)
+        assert len(outside)
+        assert int(((row > outside.max()) & (row <= inside.min())).sum()) <= candidates
+
+
 @pytest.mark.parametrize("vocab", [1000, 8192, 50257, 248320])
 def test_agrees_at_every_vocabulary(gpu, vocab):
     for spread in (0.01, 1.0, 8.0):
