@@ -14,6 +14,18 @@ from typing import Any
 import torch
 import triton
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+class Pointer:
+    """In place of a tensor that a kernel is compiled for: keeps no memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype = tensor.dtype
+        self._address = tensor.data_ptr()
+
+    def data_ptr(self) -> int:
+        return self._address
 
 
 @dataclass(frozen=True)
@@ -40,8 +52,10 @@ class Launch:
 
 def _kind(value: object, fixed: bool) -> object:
     """What of an argument a compiled kernel may depend on."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Pointer):
         return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, tuple(value.block_shape)
     if isinstance(value, int) and not fixed:
         return type(value), value == 1, value % 16 == 0, value.bit_length() > 31
     return type(value) if isinstance(value, float) and not fixed else value
@@ -51,14 +65,19 @@ def _kind(value: object, fixed: bool) -> object:
 def recorded_launches() -> Iterator[list[Launch]]:
     """Inside, this process' Triton launches are noted in the list that this gives, and not done.
 
-    What a kernel would have written is then whatever was in memory: nothing may be read from it, and no
-    PyTorch operation may take an index from it. One thread at a time.
+    Of launches that take the same compiled kernel the first is noted. What a kernel would have written is
+    then whatever was in memory: nothing may be read from it, and no PyTorch operation may take an index from
+    it. One thread at a time.
     """
     launches: list[Launch] = []
+    seen: set[tuple[object, ...]] = set()
     original = JITFunction.run
 
     def note(kernel: JITFunction, *args: Any, grid: object, warmup: bool, **options: Any) -> None:
-        launches.append(Launch(kernel, args, options))
+        launch = Launch(kernel, tuple(_without_memory(a) for a in args), options)
+        if launch.variant not in seen:
+            seen.add(launch.variant)
+            launches.append(launch)
 
     with _recording:
         JITFunction.run = note  # type: ignore[method-assign]
@@ -68,18 +87,21 @@ def recorded_launches() -> Iterator[list[Launch]]:
             JITFunction.run = original  # type: ignore[method-assign]
 
 
+def _without_memory(value: object) -> object:
+    return Pointer(value) if isinstance(value, torch.Tensor) else value
+
+
 _recording = threading.Lock()
 
 
 class Compilation:
-    """Kernels being compiled in threads; a context manager that waits for them."""
+    """Kernels being compiled in threads."""
 
     def __init__(self, launches: Sequence[Launch], threads: int) -> None:
         """threads: ptxas and LLVM leave Python's lock, so one a core."""
-        variants = {launch.variant: launch for launch in launches}
-        self.num_kernels = len(variants)
+        self.num_kernels = len(launches)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compile")
-        self._running = [self._pool.submit(_in_context, launch.compile) for launch in variants.values()]
+        self._running = [self._pool.submit(_in_context, launch.compile) for launch in launches]
 
     def wait(self) -> None:
         """Until all are compiled; raises the first error."""

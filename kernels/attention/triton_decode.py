@@ -16,15 +16,65 @@ from hybridserve.kernels.attention.triton_parts import LOG2_E, load_rows, online
 
 
 @triton.jit
-def _split_tokens(lens, max_splits, aim, BLOCK_N: tl.constexpr):
-    """Tokens of one split of rows of these lengths: `aim` splits a row, of 64 to 2,048 tokens."""
-    tokens = tl.minimum(tl.maximum(tl.cdiv(lens, aim), 64), 2048)
+def _split_tokens(lens, max_splits, aim, most, BLOCK_N: tl.constexpr):
+    """Tokens of one split of rows of these lengths: `aim` splits a row, of 64 to `most` tokens."""
+    tokens = tl.minimum(tl.maximum(tl.cdiv(lens, aim), 64), most)
     return tl.cdiv(tl.maximum(tokens, tl.cdiv(lens, max_splits)), BLOCK_N) * BLOCK_N
 
 
+@triton.jit
+def _table(block_tables, table_rows, row, table_stride, HAS_TABLE_ROWS: tl.constexpr):
+    """Where a row's page ids lie."""
+    if HAS_TABLE_ROWS:
+        return block_tables + tl.load(table_rows + row).to(tl.int64) * table_stride
+    else:
+        return block_tables + row * table_stride
+
+
+@triton.jit
+def _locate(
+    item,
+    num_items,
+    ends,
+    seq_lens,
+    block_tables,
+    table_rows,
+    max_splits,
+    aim,
+    most,
+    window,
+    table_stride,
+    HKV: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_TABLE_ROWS: tl.constexpr,
+):
+    """(row, its first token and the one after its last, split, the row's splits, first page ids) of an item.
+
+    The KV heads of one split are neighbours in time: their rows are neighbours in memory. `ends`: how many
+    splits the rows up to each have. Behind the last item: an empty piece of row 0.
+    """
+    place = item // HKV
+    known = item < num_items
+    row = tl.where(known, tl.sum((ends <= place).to(tl.int32), 0), 0).to(tl.int64)
+    split = place - tl.max(tl.where(ends <= place, ends, 0), 0)
+    seq_len = tl.load(seq_lens + row).to(tl.int32)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(seq_len - window, 0)
+    tokens = _split_tokens(seq_len - first, max_splits, aim, most, BLOCK_N)
+    start = first + split * tokens
+    end = tl.where(known, tl.minimum(start + tokens, seq_len), start)
+    cols = start + tl.arange(0, BLOCK_N)
+    table = _table(block_tables, table_rows, row, table_stride, HAS_TABLE_ROWS)
+    ids = tl.load(table + cols // PAGE, mask=cols < end, other=0)
+    return row, start, end, split, tl.cdiv(seq_len - first, tokens), ids
+
+
 @triton.jit(
-    do_not_specialize=["num_rows", "max_splits", "aim", "window", "table_stride"],
-    do_not_specialize_on_alignment=["block_tables", "seq_lens"],
+    do_not_specialize=["num_rows", "max_splits", "aim", "most", "window", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "table_rows", "seq_lens"],
 )
 def _decode_kernel(
     q,
@@ -34,10 +84,12 @@ def _decode_kernel(
     partial,
     partial_lse,
     block_tables,
+    table_rows,
     seq_lens,
     num_rows,
     max_splits,
     aim,
+    most,
     qk_scale,
     window,
     q_row,
@@ -58,6 +110,7 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
     WINDOW: tl.constexpr,
+    HAS_TABLE_ROWS: tl.constexpr,
     IEEE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -66,40 +119,35 @@ def _decode_kernel(
     if WINDOW:
         lens = tl.minimum(lens, window)
     # item i is split i - (ends of the rows before) of the row it falls in
-    ends = tl.cumsum(tl.cdiv(lens, _split_tokens(lens, max_splits, aim, BLOCK_N)), 0)
+    ends = tl.cumsum(tl.cdiv(lens, _split_tokens(lens, max_splits, aim, most, BLOCK_N)), 0)
     num_items = tl.max(ends, 0) * HKV
     heads = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
     steps = tl.arange(0, BLOCK_N)
+    item = tl.program_id(0)
+    row, start, end, split, splits, ids = _locate(
+        item, num_items, ends, seq_lens, block_tables, table_rows, max_splits, aim, most, window, table_stride,
+        HKV, PAGE, BLOCK_N, WINDOW, HAS_TABLE_ROWS,
+    )  # fmt: skip
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        # the KV heads of one split are neighbours in time: their rows are neighbours in memory
         kv_head = item % HKV
-        place = item // HKV
-        row = tl.sum((ends <= place).to(tl.int32), 0)
-        split = place - tl.max(tl.where(ends <= place, ends, 0), 0)
-        seq_len = tl.load(seq_lens + row).to(tl.int32)
-        first = 0
-        if WINDOW:
-            first = tl.maximum(seq_len - window, 0)
-        tokens = _split_tokens(seq_len - first, max_splits, aim, BLOCK_N)
-        splits = tl.cdiv(seq_len - first, tokens)
-        start = first + split * tokens
-        end = tl.minimum(start + tokens, seq_len)
-
-        row = row.to(tl.int64)
+        # asked for now, so that the next item's page ids are there when its turn comes
+        next_row, next_start, next_end, next_split, next_splits, next_ids = _locate(
+            item + tl.num_programs(0), num_items, ends, seq_lens, block_tables, table_rows, max_splits, aim,
+            most, window, table_stride, HKV, PAGE, BLOCK_N, WINDOW, HAS_TABLE_ROWS,
+        )  # fmt: skip
         head_mask = (heads < GROUP)[:, None] & (dims < D)[None, :]
         q_heads = kv_head * GROUP + heads
         q_rows = tl.load(
             q + row * q_row + q_heads[:, None] * q_head + dims[None, :], mask=head_mask, other=0.0
         )
-        table = block_tables + row * table_stride
+        table = _table(block_tables, table_rows, row, table_stride, HAS_TABLE_ROWS)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         peak = tl.full([BLOCK_G], -1.0e30, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
         k_base = keys + kv_head * k_head
         v_base = values + kv_head * v_head
         # carried, so that the pipeline's stages all go to the loads of K and V
-        ids = tl.load(table + (start + steps) // PAGE, mask=start + steps < end, other=0)
         for block in tl.range(start, end, BLOCK_N, num_stages=STAGES):
             cols = block + steps
             k = load_rows(k_base, ids, cols % PAGE, cols, end, dims, k_page, k_token, D, True)
@@ -122,9 +170,14 @@ def _decode_kernel(
             parts = out_rows * max_splits + split
             tl.store(partial + parts[:, None] * D + dims[None, :], result, mask=head_mask)
             tl.store(partial_lse + parts, peak + tl.log2(total), mask=heads < GROUP)
+        row, start, end, split, splits, ids = (
+            next_row, next_start, next_end, next_split, next_splits, next_ids,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["max_splits", "aim", "window"], do_not_specialize_on_alignment=["seq_lens"])
+@triton.jit(
+    do_not_specialize=["max_splits", "aim", "most", "window"], do_not_specialize_on_alignment=["seq_lens"]
+)
 def _combine_kernel(
     out,
     partial,
@@ -132,11 +185,13 @@ def _combine_kernel(
     seq_lens,
     max_splits,
     aim,
+    most,
     window,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    PIECE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
@@ -146,24 +201,36 @@ def _combine_kernel(
     seq_len = tl.load(seq_lens + out_row // H).to(tl.int32)
     if WINDOW:
         seq_len = tl.minimum(seq_len, window)
-    splits = tl.cdiv(seq_len, _split_tokens(seq_len, max_splits, aim, BLOCK_N))
+    splits = tl.cdiv(seq_len, _split_tokens(seq_len, max_splits, aim, most, BLOCK_N))
     if splits != 1:
         dims = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
-        parts = tl.arange(0, BLOCK_S)
-        live = parts < splits
-        lse = tl.load(partial_lse + out_row * max_splits + parts, mask=live, other=-1.0e30)
-        weights = tl.where(live, tl.exp2(lse - tl.max(lse, 0)), 0.0)
-        values = tl.load(
-            partial + (out_row * max_splits + parts)[:, None] * D + dims[None, :],
-            mask=live[:, None] & (dims < D)[None, :],
-            other=0.0,
-        )
-        result = tl.sum(values * weights[:, None], 0) / tl.maximum(tl.sum(weights, 0), 1.0e-30)
+        first = out_row * max_splits
+        every = tl.arange(0, BLOCK_S)
+        peak = tl.max(tl.load(partial_lse + first + every, mask=every < splits, other=-1.0e30), 0)
+        result = tl.zeros([BLOCK_D], tl.float32)
+        total = 0.0
+        for start in range(0, splits, PIECE):
+            parts = start + tl.arange(0, PIECE)
+            live = parts < splits
+            lse = tl.load(partial_lse + first + parts, mask=live, other=float("-inf"))
+            weights = tl.exp2(lse - peak)
+            values = tl.load(
+                partial + (first + parts)[:, None] * D + dims[None, :],
+                mask=live[:, None] & (dims < D)[None, :],
+                other=0.0,
+            )
+            result += tl.sum(values * weights[:, None], 0)
+            total += tl.sum(weights, 0)
+        result /= tl.maximum(total, 1.0e-30)
         tl.store(out + out_row * D + dims, result.to(out.dtype.element_ty), mask=dims < D)
 
 
 PROGRAMS_PER_PROCESSOR = 2
 """One multiplies while the other's block is on its way."""
+MAX_SPLITS = 128
+COMBINE_PIECE = 32
+MAX_SPLIT_TOKENS = 256
+"""Short, so that rows of unequal lengths fill the last round of programs, too."""
 
 
 def decode_config(head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -186,7 +253,7 @@ def split_config(num_rows: int, num_kv_heads: int, num_programs: int) -> tuple[i
     Aimed at is the least number with which equally long rows keep 19 of 20 programs busy in the last round.
     The most bounds the partial results, fp32 [B, H, splits, D].
     """
-    most = min(128, max(16, 4096 // triton.next_power_of_2(num_rows)))
+    most = min(MAX_SPLITS, max(16, 4096 // triton.next_power_of_2(num_rows)))
     pairs = num_rows * num_kv_heads
     busy = [pairs * n / (triton.cdiv(pairs * n, num_programs) * num_programs) for n in range(1, most + 1)]
     aim = next((n for n, share in enumerate(busy, 1) if share >= 0.95), busy.index(max(busy)) + 1)
@@ -202,14 +269,18 @@ def attention_decode(
     *,
     scale: float,
     window: int | None = None,
+    table_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token of each of B sequences attends to all of its sequence; can be captured in a CUDA graph.
 
     q: [B, H, D], any D. keys, values: [N, page_size, Hkv, D], rows may overlap.
-    block_tables: int32 or int64 [B, max_pages].
+    block_tables: int32 or int64 [B, max_pages], or [num_slots, max_pages] with `table_rows`.
     seq_lens: int32 or int64 [B] on the device, tokens of each sequence with the new one, whose key and value
         are in the pages already; 0 for a padded row, which reads no page and becomes zero.
-    window: only the last `window` tokens are seen. Returns [B, H, D] in the dtype of q.
+    window: only the last `window` tokens are seen.
+    table_rows: int32 or int64 [B] on the device, the row of block_tables that each sequence has; None: its
+        own number. A padded row's is not read.
+    Returns [B, H, D] in the dtype of q.
     """
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[2]
@@ -227,8 +298,8 @@ def attention_decode(
     tokens = 0 if window is None else window
     _decode_kernel[(num_programs,)](
         q,
-        keys, values, out, partial, partial_lse, block_tables, seq_lens,
-        num_rows, max_splits, aim, scale * LOG2_E, tokens,
+        keys, values, out, partial, partial_lse, block_tables, table_rows, seq_lens,
+        num_rows, max_splits, aim, MAX_SPLIT_TOKENS, scale * LOG2_E, tokens,
         q.stride(0), q.stride(1),
         keys.stride(0), keys.stride(1), keys.stride(2),
         values.stride(0), values.stride(1), values.stride(2),
@@ -242,17 +313,19 @@ def attention_decode(
         BLOCK_N=block_n,
         BLOCK_B=max(triton.next_power_of_2(num_rows), 256),
         WINDOW=window is not None,
+        HAS_TABLE_ROWS=table_rows is not None,
         IEEE=ieee,
         STAGES=stages,
         num_warps=warps,
     )  # fmt: skip
     combine_d = min(block_d, 64)
     _combine_kernel[(num_rows * num_heads * triton.cdiv(head_dim, combine_d),)](
-        out, partial, partial_lse, seq_lens, max_splits, aim, tokens,
+        out, partial, partial_lse, seq_lens, max_splits, aim, MAX_SPLIT_TOKENS, tokens,
         H=num_heads,
         D=head_dim,
         BLOCK_D=combine_d,
-        BLOCK_S=16 if max_splits == 16 else 128,
+        BLOCK_S=MAX_SPLITS,
+        PIECE=COMBINE_PIECE,
         BLOCK_N=block_n,
         WINDOW=window is not None,
         num_warps=4,

@@ -19,14 +19,14 @@ from hybridserve.kernels.linear_attention.triton_decode_parts import (
     state_tile,
     store_masked,
 )
-from hybridserve.kernels.linear_attention.triton_gdn_decode import (
-    conv_window,
-    convolve,
+from hybridserve.kernels.linear_attention.triton_gdn_parts import (
+    convolve_head,
     gates,
     head_blocks,
-    keep_input,
+    head_windows,
     key_products,
     norm_and_gate,
+    step_arguments,
 )
 
 
@@ -35,7 +35,7 @@ def ring_entry(k_row, u_row, g_row, j, keys, is_key, values, is_value, K: tl.con
     """(k, u, g) of entry j; k and u are zero where j is negative."""
     u = tl.load(u_row + j * V + values, mask=is_value & (values * 0 + j >= 0), other=0.0)
     k = tl.load(k_row + j * K + keys, mask=is_key & (keys * 0 + j >= 0), other=0.0)
-    return k.to(tl.float32), u, tl.load(g_row + tl.maximum(j, 0))
+    return k, u, tl.load(g_row + tl.maximum(j, 0))
 
 
 @triton.jit
@@ -59,14 +59,19 @@ def fold_ring(
     The latest entry first: exponentials are of sums of later g, never of a difference of two sums.
     """
     tile *= decay
-    # two entries at a time, so that their loads wait together
-    for i in range(0, count, 2):
-        j = count - 1 - i
-        k0, u0, g0 = ring_entry(k_row, u_row, g_row, j, keys, is_key, values, is_value, K, V)
-        k1, u1, g1 = ring_entry(k_row, u_row, g_row, j - 1, keys, is_key, values, is_value, K, V)
-        tile += (u0 * exp_exact(left))[:, None, None] * k0[None, :, :]
-        tile += (u1 * exp_exact(left + g0))[:, None, None] * k1[None, :, :]
+    # two entries at a time, so that their loads wait together, and while the two before them are added
+    j = count - 1
+    k0, u0, g0 = ring_entry(k_row, u_row, g_row, j, keys, is_key, values, is_value, K, V)
+    k1, u1, g1 = ring_entry(k_row, u_row, g_row, j - 1, keys, is_key, values, is_value, K, V)
+    for _ in range(0, count, 2):
+        j -= 2
+        k2, u2, g2 = ring_entry(k_row, u_row, g_row, j, keys, is_key, values, is_value, K, V)
+        k3, u3, g3 = ring_entry(k_row, u_row, g_row, j - 1, keys, is_key, values, is_value, K, V)
+        tile += (u0 * exp_exact(left))[:, None, None] * k0.to(tl.float32)[None, :, :]
+        tile += (u1 * exp_exact(left + g0))[:, None, None] * k1.to(tl.float32)[None, :, :]
         left += g0 + g1
+        k0, u0, g0 = k2, u2, g2
+        k1, u1, g1 = k3, u3, g3
     return tile
 
 
@@ -139,52 +144,12 @@ def _gdn_decode_replay_kernel(
     g_row = ring_g + index * ring_g_stride + head * WINDOW
     # what q, k, v and the ring's part are made of is loaded first: they are ready by the time the state is
     keys, is_key = key_tile(K, BLOCK_K)
-    q_channels = head // GROUP * K + keys
-    k_channels = q_channels + HK * K
-    v_channels = 2 * HK * K + head * V + values
     x_row = qkv + row * qkv_stride
     ring_row = conv_state + index * conv_stride
-    lags = tl.arange(0, LAGS)
-    key_lags = lags[:, None, None]
-    q_window, q_taps = conv_window(
-        x_row,
-        ring_row,
-        conv_weight,
-        q_channels[None],
-        is_key[None],
-        key_lags,
-        phase,
-        CHANNELS,
-        KERNEL,
-        TAP_STRIDE,
-        CHANNEL_STRIDE,
-    )
-    k_window, k_taps = conv_window(
-        x_row,
-        ring_row,
-        conv_weight,
-        k_channels[None],
-        is_key[None],
-        key_lags,
-        phase,
-        CHANNELS,
-        KERNEL,
-        TAP_STRIDE,
-        CHANNEL_STRIDE,
-    )
-    v_window, v_taps = conv_window(
-        x_row,
-        ring_row,
-        conv_weight,
-        v_channels[None],
-        is_value[None],
-        lags[:, None],
-        phase,
-        CHANNELS,
-        KERNEL,
-        TAP_STRIDE,
-        CHANNEL_STRIDE,
-    )
+    q_window, q_taps, k_window, k_taps, v_window, v_taps = head_windows(
+        x_row, ring_row, conv_weight, head, keys, is_key, values, is_value, phase,
+        HK, HV, K, V, KERNEL, LAGS, TAP_STRIDE, CHANNEL_STRIDE,
+    )  # fmt: skip
     g, beta = gates(a + row * a_stride + head, b + row * b_stride + head, A_log, dt_bias, head)
     entries = tl.arange(0, WINDOW)
     is_entry = entries < count
@@ -197,14 +162,10 @@ def _gdn_decode_replay_kernel(
     old_g = tl.load(g_row + entries, mask=is_entry, other=0.0)
     next_g = tl.load(g_row + entries + 1, mask=entries + 1 < count, other=0.0)
 
-    q = convolve(q_window, q_taps, conv_bias, q_channels, is_key, HAS_BIAS)
-    k = convolve(k_window, k_taps, conv_bias, k_channels, is_key, HAS_BIAS)
-    v = convolve(v_window, v_taps, conv_bias, v_channels, is_value, HAS_BIAS)
-    column = ring_row + phase * CHANNELS
-    is_writer = is_key[None] & (keys[None] * 0 + head % GROUP == 0)
-    keep_input(column, q_channels[None], q_window, key_lags, is_writer)
-    keep_input(column, k_channels[None], k_window, key_lags, is_writer)
-    keep_input(column, v_channels[None], v_window, lags[:, None], is_value[None])
+    q, k, v = convolve_head(
+        q_window, q_taps, k_window, k_taps, v_window, v_taps, conv_bias, ring_row + phase * CHANNELS,
+        head, keys, is_key, values, is_value, HK, HV, K, V, LAGS, HAS_BIAS,
+    )  # fmt: skip
     offsets, in_state = state_tile(keys, values, K, V)
     tile = load_masked(state_row + offsets, in_state, MASKED)
     z_vector = load_masked(z + row * z_stride + head * V + values, is_value, MASKED)
@@ -308,63 +269,33 @@ def gdn_decode_replay(
         is written. The caller's next count is 0 or counts + 1.
     A row whose index is negative touches nothing, and its output is zero. Can be captured in a CUDA graph.
     """
-    batch = qkv.shape[0]
-    channels = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim
-    assert qkv.shape[1] == conv_weight.shape[0] == channels and num_v_heads % num_k_heads == 0
-    assert z.shape == (batch, num_v_heads * head_v_dim) and a.shape == b.shape == (batch, num_v_heads)
-    assert state.shape[1:] == (num_v_heads, head_v_dim, head_k_dim) and state[0].is_contiguous()
-    assert conv_state.shape[1:] == (conv_weight.shape[1], channels) and conv_state[0].is_contiguous()
-    assert all(x.stride(1) == 1 for x in (qkv, z, a, b))
+    step = step_arguments(
+        qkv, z, a, b, conv_weight, conv_bias, conv_state, state,
+        num_k_heads, num_v_heads, head_k_dim, head_v_dim,
+    )  # fmt: skip
     _check_ring(ring, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
     assert ring.k.dtype == qkv.dtype
-    block_k, block_v, num_warps = head_blocks(head_k_dim, head_v_dim)
-    out = torch.empty(batch, num_v_heads * head_v_dim, dtype=qkv.dtype, device=qkv.device)
-    if batch == 0:
+    out = torch.empty(z.shape, dtype=qkv.dtype, device=qkv.device)
+    if out.shape[0] == 0:
         return out
-    _gdn_decode_replay_kernel[(batch * num_v_heads,)](
-        qkv,
-        z,
-        a,
-        b,
-        conv_weight,
-        conv_weight if conv_bias is None else conv_bias,
-        A_log,
-        dt_bias,
-        norm_weight,
-        conv_state,
-        state,
-        ring.k,
-        ring.u,
-        ring.g,
-        state_indices,
-        positions,
-        counts,
-        flushes,
-        out,
-        eps,
-        head_k_dim**-0.5,
-        qkv.stride(0),
-        z.stride(0),
-        a.stride(0),
-        b.stride(0),
-        conv_state.stride(0),
-        state.stride(0),
-        ring.k.stride(0),
-        ring.u.stride(0),
-        ring.g.stride(0),
-        HK=num_k_heads,
-        HV=num_v_heads,
-        K=head_k_dim,
-        V=head_v_dim,
-        KERNEL=conv_weight.shape[1],
-        LAGS=triton.next_power_of_2(conv_weight.shape[1]),
-        TAP_STRIDE=conv_weight.stride(1),
-        CHANNEL_STRIDE=conv_weight.stride(0),
+    _gdn_decode_replay_kernel[(out.shape[0] * num_v_heads,)](
+        A_log=A_log,
+        dt_bias=dt_bias,
+        norm_weight=norm_weight,
+        eps=eps,
+        ring_k=ring.k,
+        ring_u=ring.u,
+        ring_g=ring.g,
+        ring_k_stride=ring.k.stride(0),
+        ring_u_stride=ring.u.stride(0),
+        ring_g_stride=ring.g.stride(0),
+        state_indices=state_indices,
+        positions=positions,
+        counts=counts,
+        flushes=flushes,
+        out=out,
         WINDOW=ring.window,
-        HAS_BIAS=conv_bias is not None,
-        BLOCK_K=block_k,
-        BLOCK_V=block_v,
-        num_warps=num_warps,
+        **step,
     )
     return out
 

@@ -9,6 +9,16 @@ import triton.language as tl
 from hybridserve.kernels.linear_attention.triton_prefill_tiles import TABLES
 
 
+@triton.jit
+def add_product(total, a, b, PRECISION: tl.constexpr):
+    """total + a b. In full fp32 the product is summed first: added one by one, each term would be rounded
+    to the size of `total`. (As a difference, since Triton folds a sum into the product's accumulator.)"""
+    if PRECISION == "ieee":
+        return total - tl.dot(-a, b, input_precision=PRECISION)
+    else:
+        return tl.dot(a, b, total, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize_on_alignment=TABLES)
 def scan_kernel(
     q,
@@ -95,7 +105,7 @@ def scan_kernel(
         if not CHANNEL:
             o *= tl.load(factors + tile_head * 4 * C + i)[None, :]
         score = tl.load(scores + square)
-        o = tl.dot(u.to(DOT), tl.trans(score), o, input_precision=PRECISION)
+        o = add_product(o, u.to(DOT), tl.trans(score), PRECISION)
         in_out = (token[None, :] * HV + head) * V + value[:, None]
         tl.store(out + in_out, o.to(out.dtype.element_ty), mask=in_values)
         if CHANNEL:
@@ -105,7 +115,7 @@ def scan_kernel(
         else:
             s *= tl.load(factors + tile_head * 4 * C + 3 * C)
             written = (u.to(tl.float32) * tl.load(factors + tile_head * 4 * C + 2 * C + i)[None, :]).to(DOT)
-        s = tl.dot(written, k_tile, s, input_precision=PRECISION)
+        s = add_product(s, written, k_tile, PRECISION)
         token += C
         tile_head += HV
     tl.store(state + in_state, s.to(state.dtype.element_ty), mask=in_dims)

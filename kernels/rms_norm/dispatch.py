@@ -6,16 +6,17 @@ from hybridserve.kernels.rms_norm import cpu
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = True
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = True, dependent: bool = False
 ) -> torch.Tensor:
     """x [..., D] normalised over D and multiplied by 1 + weight (`zero_centered`) or by weight [D].
 
-    Computed in fp32, returned in the dtype of x.
+    Computed in fp32, returned in the dtype of x. dependent: on a GPU the launch may begin before the kernels
+    ahead of it in the stream have ended; the weight must have been complete before those were launched.
     """
     if x.is_cuda:
         from hybridserve.kernels.rms_norm import triton_norm
 
-        return triton_norm.rms_norm(x, weight, eps, zero_centered=zero_centered)
+        return triton_norm.rms_norm(x, weight, eps, zero_centered=zero_centered, dependent=dependent)
     return cpu.rms_norm(x, weight, eps, zero_centered=zero_centered)
 
 

@@ -43,12 +43,18 @@ def _rms_norm_kernel(
     ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_D)
     mask = (rows < num_rows)[:, None] & (cols < D)[None, :]
     x_at = _rows_at(rows, HEADS, x_stride_t, x_stride_h)[:, None] + cols[None, :]
     out_at = rows.to(tl.int64)[:, None] * D + cols[None, :]
+    weight = tl.load(weight_ptr + cols, cols < D, other=0.0).to(tl.float32)[None, :]
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + x_at, mask, other=0.0)
     if HAS_RESIDUAL:
         residual_at = _rows_at(rows, HEADS, residual_stride_t, residual_stride_h)[:, None] + cols[None, :]
@@ -56,7 +62,6 @@ def _rms_norm_kernel(
         # normed from the rounded sum, so that fused and unfused give the same bits
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + out_at, x, mask)
-    weight = tl.load(weight_ptr + cols, cols < D, other=0.0).to(tl.float32)[None, :]
     normed = _normalise(x.to(tl.float32), eps, D)
     out = normed * weight + normed if ZERO_CENTERED else normed * weight
     tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask)
@@ -93,15 +98,16 @@ def _rms_norm_gated_kernel(
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = True
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = True, dependent: bool = False
 ) -> torch.Tensor:
     """x [..., D] normalised over D and multiplied by 1 + weight (`zero_centered`) or by weight [D].
 
     x: bf16, fp16 or fp32, the last axis dense; beyond three axes contiguous. weight: any float dtype.
+    dependent: launch before the kernel ahead in the stream has ended (programmatic dependent launch).
     Returns a contiguous tensor in the dtype of x, computed in fp32.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _launch(x, None, weight, eps, zero_centered, out, None)
+    _launch(x, None, weight, eps, zero_centered, out, None, dependent)
     return out
 
 
@@ -154,6 +160,7 @@ def _launch(
     zero_centered: bool,
     out: torch.Tensor,
     total: torch.Tensor | None,
+    dependent: bool = False,
 ) -> None:
     x, added = _as_heads(x, x if residual is None else residual)
     dim = x.shape[2]
@@ -177,7 +184,9 @@ def _launch(
         ROWS=rows,
         HAS_RESIDUAL=residual is not None,
         ZERO_CENTERED=zero_centered,
+        DEPENDENT=dependent,
         num_warps=num_warps,
+        **({"launch_pdl": True} if dependent else {}),
     )
 
 

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from hybridserve.kernels.linear import linear
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.weights.parameter import Cut, ShardedParameter
@@ -74,21 +75,12 @@ class ParallelLMHead(Layer):
     def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden: [R, hidden_size]. Returns fp32 [R, vocab_size] on every rank, `out` where that is given."""
         if self.group.size == 1:
-            return self._local(hidden, out)
+            return linear(hidden, self.weight, out=out, out_dtype=torch.float32, dependent=True)
         logits = self._gathered(hidden)
         return logits if out is None else out.copy_(logits)
 
-    def _local(self, hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        if hidden.is_cuda and hidden.dtype != torch.float32:
-            # the sums are fp32 inside: rounding them to the model's dtype would only make equal logits
-            if out is None:
-                return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
-            return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32, out=out)
-        logits = F.linear(hidden, self.weight).float()
-        return logits if out is None else out.copy_(logits)
-
     def _gathered(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(hidden, self.weight).float()
+        logits = linear(hidden, self.weight, out_dtype=torch.float32, dependent=True)
         # ranks gather equal widths; the padding lies past the vocabulary's end and is cut off
         padding = rows_per_rank(self.vocab_size, self.group) - logits.shape[1]
         return self.group.all_gather(F.pad(logits, (0, padding)), dim=1)[:, : self.vocab_size]

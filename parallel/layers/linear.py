@@ -8,8 +8,8 @@ separate small matrix product costs a launch.
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 
+from hybridserve.kernels.linear import linear, linear_silu_and_mul
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.heads import HeadShard, divide
 from hybridserve.parallel.layers.layer import Layer
@@ -36,9 +36,11 @@ class FusedColumnLinear(Layer):
         if bias:
             self.bias = ShardedParameter(torch.empty(rows, dtype=dtype, device=device), sections, init="bias")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, in_features]. Returns [T, rows of this rank], the sections side by side."""
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [T, in_features]. Returns [T, rows of this rank], sections side by side, in `out` if given."""
+        if self.bias is None or out is None:
+            return linear(x, self.weight, self.bias, out=out, dependent=True)
+        return out.copy_(linear(x, self.weight, self.bias, dependent=True))
 
 
 class ColumnParallelLinear(FusedColumnLinear):
@@ -78,6 +80,26 @@ class MergedColumnParallelLinear(FusedColumnLinear):
             divide(what, total, group.size)
         cuts = {name: even(total, group.rank, group.size) for name, total in sections.items()}
         super().__init__(in_features, cuts, bias=bias, dtype=dtype, device=device)
+
+
+class GateUpLinear(MergedColumnParallelLinear):
+    """silu(gate_proj(x)) * up_proj(x): both projections of a gated MLP and what joins them."""
+
+    def __init__(
+        self,
+        in_features: int,
+        intermediate_size: int,
+        group: TensorParallelGroup,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        sections = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        super().__init__(in_features, sections, group, what="intermediate_size", dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, in_features]. Returns [T, this rank's part of intermediate_size]."""
+        return linear_silu_and_mul(x, self.weight, dependent=True)
 
 
 class QKVParallelLinear(FusedColumnLinear):
@@ -134,15 +156,14 @@ class RowParallelLinear(Layer):
             self.bias = ShardedParameter(data, {"": whole(out_features)}, init="bias")
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x: [T, columns of this rank]; residual: [T, out_features]. Returns the sum over the ranks."""
+        """x: [T, columns of this rank]; residual: [T, out_features]. Returns the sum over the ranks.
+
+        On a GPU the residual may be overwritten.
+        """
         # bias and residual are whole on every rank, so one rank alone adds them before the sum
         if self.group.rank > 0:
-            return self.group.all_reduce(F.linear(x, self.weight))
-        if residual is None:
-            return self.group.all_reduce(F.linear(x, self.weight, self.bias))
-        y = torch.addmm(residual, x, self.weight.t())
-        if self.bias is not None:
-            y += self.bias
+            return self.group.all_reduce(linear(x, self.weight, dependent=True))
+        y = linear(x, self.weight, self.bias, residual, consume_residual=x.is_cuda, dependent=True)
         return self.group.all_reduce(y)
 
 

@@ -14,12 +14,12 @@ from hybridserve.replicas.arena.layout import ArenaLayout, plan_arena
 from hybridserve.replicas.engine.config import EngineConfig
 from hybridserve.replicas.engine.engine import Engine
 from hybridserve.replicas.engine.host_memory import keep_freed_memory
-from hybridserve.replicas.engine.startup import StartupReport
 from hybridserve.replicas.engine.sizing import Capacity, describe_capacity, plan_capacity
+from hybridserve.replicas.engine.startup import StartupReport
 from hybridserve.replicas.models.config import load_model_config
 from hybridserve.replicas.models.registry import build_model, fill_model
 from hybridserve.replicas.models.specs import ModelConfig
-from hybridserve.replicas.runner.runner import Model, ModelRunner
+from hybridserve.replicas.runner.runner import GraphLimits, Model, ModelRunner
 from hybridserve.replicas.runner.storage import ArenaStorage
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     if device.type == "cuda" and not config.enforce_eager:
         with report.part("graphs"):
             before = torch.cuda.memory_reserved(device)
-            report.graphs = runner.capture_graphs(model_config.vocab_size, capacity.max_model_len)
+            limits = GraphLimits(model_config.vocab_size, capacity.max_model_len, budget, placement.dtype)
+            report.graphs = runner.capture_graphs(limits)
             report.memory["graphs"] = torch.cuda.memory_reserved(device) - before
     _log_capacity(config, capacity, describe_capacity(layout, capacity))
     logger.info(report.describe())

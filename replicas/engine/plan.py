@@ -1,7 +1,11 @@
-"""What crosses between scheduler, runner and engine: frozen data, no tensors, no queues."""
+"""What crosses between scheduler, runner and engine: frozen data, no tensors, no queues.
+
+What is made once a sequence and step is a named tuple, which takes a fifth of a frozen dataclass' time.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hybridserve.replicas.arena.arena import Copies
 from hybridserve.replicas.sampling_params import SamplingParams
@@ -10,8 +14,7 @@ PENDING = -1
 """In `ScheduledSequence.token_ids`: the token that the step before this one draws for the same request."""
 
 
-@dataclass(frozen=True)
-class SampleSpec:
+class SampleSpec(NamedTuple):
     """How to draw one sequence's next token (filled by the scheduler, read by the sampler)."""
 
     params: SamplingParams
@@ -27,8 +30,7 @@ class SampleSpec:
     """End tokens that `min_tokens` still forbids."""
 
 
-@dataclass(frozen=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """One sequence's share of a step (filled by the scheduler)."""
 
     request_id: str
@@ -79,8 +81,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """One sequence's result of a step (filled by the runner)."""
 
     token_id: int

@@ -51,7 +51,7 @@ class Request:
     @property
     def awaits_its_last_token(self) -> bool:
         """Nothing is left to compute: the token that is pending ends it."""
-        return self.num_tokens - self.prompt_len >= self.max_output
+        return len(self.token_ids) + self.num_pending_tokens - self.prompt_len >= self.max_output
 
     @property
     def awaits_history(self) -> bool:
@@ -61,7 +61,8 @@ class Request:
     @property
     def is_decode(self) -> bool:
         """One token to compute and something to go on from: fit for the recurrent form."""
-        return self.num_computed_tokens > 0 and self.num_uncomputed == 1
+        computed = self.num_computed_tokens
+        return computed > 0 and len(self.token_ids) + self.num_pending_tokens == computed + 1
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -79,8 +79,8 @@ class Scheduler:
         """
         scheduled: dict[Request, int] = {}
         preemptions = self.num_preemptions
-        self._schedule_decodes(scheduled)
-        self._schedule_running_prefills(scheduled)
+        if self._schedule_decodes(scheduled):
+            self._schedule_running_prefills(scheduled)
         if self.num_preemptions == preemptions:
             self._admit(scheduled)
         if not scheduled:
@@ -99,15 +99,23 @@ class Scheduler:
             request.num_recurrent_tokens = request.num_recurrent_tokens + 1 if at < len(rows) else 0
         return StepPlan(next(self._steps), sequences, len(rows), self.arena.drain_copies())
 
-    def _schedule_decodes(self, scheduled: dict[Request, int]) -> None:
+    def _schedule_decodes(self, scheduled: dict[Request, int]) -> bool:
+        """Returns whether there are running requests with more than one token to compute."""
         # by index: the list loses its tail when the youngest is preempted
         at = 0
-        while at < len(self._running) and len(scheduled) < self.limits.max_num_batched_tokens:
+        others = False
+        budget, page_size = self.limits.max_num_batched_tokens, self.arena.layout.page.page_size
+        while at < len(self._running) and len(scheduled) < budget:
             request = self._running[at]
-            wanted = request.is_decode and not request.awaits_its_last_token
-            if wanted and self._make_room(request, 1, scheduled):
-                scheduled[request] = 1
+            if not request.is_decode:
+                others = True
+            elif not request.awaits_its_last_token:
+                # mostly its last page has room
+                has_room = request.num_computed_tokens < len(request.page_table) * page_size
+                if has_room or self._make_room(request, 1, scheduled):
+                    scheduled[request] = 1
             at += 1
+        return others or at < len(self._running)
 
     def _schedule_running_prefills(self, scheduled: dict[Request, int]) -> None:
         budget = self.limits.max_num_batched_tokens - len(scheduled)
@@ -185,18 +193,19 @@ class Scheduler:
     def _sequence(self, request: Request, count: int) -> ScheduledSequence:
         start = request.num_computed_tokens
         stop = start + count
-        sample = None
         token_ids: Sequence[int] = request.token_ids[start:stop]
         if len(token_ids) < count:
             token_ids = [*token_ids, PENDING]
+        sample = None
         if stop == request.num_tokens:
+            params = request.params
             sample = SampleSpec(
-                params=request.params,
-                seed=request.seed,
-                position=stop,
-                prompt_len=request.prompt_len,
-                token_ids=request.token_ids,
-                banned_token_ids=request.banned_token_ids(),
+                params,
+                request.seed,
+                stop,
+                request.prompt_len,
+                request.token_ids,
+                request.banned_token_ids() if params.min_tokens else (),
             )
         wants = request.wants_prompt_logprobs
         return ScheduledSequence(

@@ -54,17 +54,26 @@ class FullAttention(Layer):
             columns, hidden_size, group, bias=spec.bias, dtype=dtype, device=device
         )
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, step: StepContext, cache: KVCache
-    ) -> torch.Tensor:
-        """x, residual: [T, hidden_size]. Returns residual + attention(x); writes the new K and V."""
-        qkv = self.qkv_proj(x)
-        _, gate, k, v = qkv.split_with_sizes(self.qkv_proj.split_sizes, -1)
+    @property
+    def projected_width(self) -> int:
+        return self.qkv_proj.weight.shape[0]
+
+    @property
+    def mixed_width(self) -> int:
+        return self.o_proj.weight.shape[1]
+
+    def project_in(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [T, hidden_size]. Returns what `mix` takes, [T, projected_width]."""
+        return self.qkv_proj(x, out)
+
+    def mix(self, projected: torch.Tensor, step: StepContext, cache: KVCache) -> torch.Tensor:
+        """Tokens meet: [T, projected_width] -> [T, mixed_width]; writes the new K and V."""
+        _, gate, k, v = projected.split_with_sizes(self.qkv_proj.split_sizes, -1)
         k, v = (part.unflatten(1, (-1, self.head_dim)) for part in (k, v))
         # decode rows read their keys from the pages
         keys = torch.empty(k.shape, dtype=k.dtype, device=k.device) if step.has_prefill else None
         q = qk_norm_rope_write(
-            qkv,
+            projected,
             self.q_norm.weight,
             self.k_norm.weight,
             self.q_norm.eps,
@@ -76,7 +85,11 @@ class FullAttention(Layer):
             k_out=keys,
         )
         out = run_phases(step, KERNELS, self, (q, k if keys is None else keys, v), cache)
-        return self.o_proj(sigmoid_and_mul(out.flatten(1), gate), residual)
+        return sigmoid_and_mul(out.flatten(1), gate)
+
+    def project_out(self, mixed: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """mixed: [T, mixed_width]; residual: [T, hidden_size]. Returns residual + o_proj(mixed)."""
+        return self.o_proj(mixed, residual)
 
 
 def _decode(

@@ -91,13 +91,26 @@ class GatedDeltaNet(Layer):
     def finish_loading(self) -> None:
         self.conv1d.finish_loading()
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, step: StepContext, cache: StateCache
-    ) -> torch.Tensor:
-        """x, residual: [T, hidden_size]. Returns residual + mixer(x); updates the sequences' states."""
-        qkv, z, b, a = self.in_proj(x).split_with_sizes(self.in_proj.section_sizes, -1)
-        out = run_phases(step, KERNELS, self, (qkv, z, a, b), cache)
-        return self.out_proj(out, residual)
+    @property
+    def projected_width(self) -> int:
+        return self.in_proj.weight.shape[0]
+
+    @property
+    def mixed_width(self) -> int:
+        return self.out_proj.weight.shape[1]
+
+    def project_in(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [T, hidden_size]. Returns what `mix` takes, [T, projected_width]."""
+        return self.in_proj(x, out)
+
+    def mix(self, projected: torch.Tensor, step: StepContext, cache: StateCache) -> torch.Tensor:
+        """Tokens meet: [T, projected_width] -> [T, mixed_width]; updates the sequences' states."""
+        qkv, z, b, a = projected.split_with_sizes(self.in_proj.section_sizes, -1)
+        return run_phases(step, KERNELS, self, (qkv, z, a, b), cache)
+
+    def project_out(self, mixed: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """mixed: [T, mixed_width]; residual: [T, hidden_size]. Returns residual + out_proj(mixed)."""
+        return self.out_proj(mixed, residual)
 
     def normed(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """out: [T, num_v_heads, head_v_dim], z: [T, num_v_heads * head_v_dim]. Returns the shape of z."""

@@ -18,7 +18,7 @@ class ZeroCentredRMSNorm(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., size]; the same shape and dtype come back."""
-        return rms_norm(x, self.weight, self.eps, zero_centered=False)
+        return rms_norm(x, self.weight, self.eps, zero_centered=False, dependent=True)
 
 
 class GatedRMSNorm(Layer):

@@ -4,6 +4,7 @@ Reads like the architecture; what a mixer computes is in its own file, how weigh
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -49,11 +50,28 @@ class Qwen3_5DecoderLayer(Layer):
         self.input_layernorm = ZeroCentredRMSNorm(size, eps, device=device)
         self.post_attention_layernorm = ZeroCentredRMSNorm(size, eps, device=device)
 
-    def forward(self, h: torch.Tensor, step: StepContext, cache: LayerCache) -> torch.Tensor:
-        """h: [T, hidden_size]."""
-        mixer = self.linear_attn if self.is_linear else self.self_attn
-        h = mixer(self.input_layernorm(h), h, step, cache)
+    @property
+    def mixer(self) -> GatedDeltaNet | FullAttention:
+        return self.linear_attn if self.is_linear else self.self_attn
+
+    def enter(self, h: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """h: [T, hidden_size]. Returns what the mixer's `mix` takes, in `out` where that is given."""
+        return self.mixer.project_in(self.input_layernorm(h), out)
+
+    def leave(self, mixed: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        """mixed: of `mix`; h: the layer's input, which may be overwritten. Returns the layer's output."""
+        h = self.mixer.project_out(mixed, h)
         return self.mlp(self.post_attention_layernorm(h), h)
+
+
+class Between(NamedTuple):
+    """The residual stream, and what the next mixer takes; after the last one the normed stream and None.
+
+    In between, no token knows of another: `Qwen3_5Model.begin` and `proceed` work on any rows.
+    """
+
+    h: torch.Tensor
+    projected: torch.Tensor | None
 
 
 class Qwen3_5Model(Layer):
@@ -72,12 +90,30 @@ class Qwen3_5Model(Layer):
         self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps, device=device)
         self.attention_spec = next((m for m in config.mixers if isinstance(m, FullAttentionSpec)), None)
 
+    def context(self, batch: StepBatch) -> StepContext:
+        """What all layers of a step share."""
+        return StepContext(split_phases(batch), batch.slot_mapping, self._rotary(batch.positions))
+
+    def begin(self, token_ids: torch.Tensor, out: torch.Tensor | None = None) -> Between:
+        """Up to the first layer's mixer."""
+        h = self.embed_tokens(token_ids)
+        return Between(h, self.layers[0].enter(h, out))
+
+    def proceed(
+        self, layer: int, mixed: torch.Tensor, h: torch.Tensor, out: torch.Tensor | None = None
+    ) -> Between:
+        """From the mixer of `layer`, whose result is `mixed`, to the next one's; or to the end."""
+        h = self.layers[layer].leave(mixed, h)
+        if layer + 1 == len(self.layers):
+            return Between(self.norm(h), None)
+        return Between(h, self.layers[layer + 1].enter(h, out))
+
     def forward(self, batch: StepBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
-        step = StepContext(split_phases(batch), batch.slot_mapping, self._rotary(batch.positions))
-        h = self.embed_tokens(batch.token_ids)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            h = layer(h, step, cache)
-        return self.norm(h)
+        step = self.context(batch)
+        now = self.begin(batch.token_ids)
+        for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            now = self.proceed(number, layer.mixer.mix(now.projected, step, cache), now.h)
+        return now.h
 
     def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         spec = self.attention_spec

@@ -59,17 +59,26 @@ class Batcher:
         draw_rows: request id -> its row in the draws of the step before.
         """
         layout, sequences = self._layout, plan.sequences
-        query_lens = tuple(len(s.token_ids) for s in sequences)
-        context_lens = tuple(s.context_len for s in sequences)
-        lens = np.asarray(query_lens)
-        ends = np.cumsum(lens)
-        token_ids = np.fromiter(chain.from_iterable(s.token_ids for s in sequences), np.int64, ends[-1])
-        sources = np.full(ends[-1], KNOWN)
-        for end, sequence in zip(ends, sequences, strict=True):
-            if sequence.token_ids[-1] == PENDING:
-                sources[end - 1] = draw_rows[sequence.request_id]
-                token_ids[end - 1] = 0
-        positions = np.arange(ends[-1]) + np.repeat(np.asarray(context_lens) - (ends - lens), lens)
+        count = len(sequences)
+        query_lens = tuple([len(s.token_ids) for s in sequences])
+        context_lens = tuple([s.context_len for s in sequences])
+        total = sum(query_lens)
+        ends = np.cumsum(query_lens)
+        if total == count:
+            last = [s.token_ids[0] for s in sequences]
+            token_ids = np.array(last, dtype=np.int64)
+            positions = np.array(context_lens, dtype=np.int64)
+        else:
+            last = [s.token_ids[-1] for s in sequences]
+            token_ids = np.fromiter(chain.from_iterable(s.token_ids for s in sequences), np.int64, total)
+            lens = np.array(query_lens)
+            positions = np.arange(total) + np.repeat(np.array(context_lens) - (ends - lens), lens)
+        sources = np.full(total, KNOWN)
+        for at, token_id in enumerate(last):
+            if token_id == PENDING:
+                end = ends[at] - 1
+                sources[end] = draw_rows[sequences[at].request_id]
+                token_ids[end] = 0
         tables = self._tables.rows(sequences, bool(plan.copies.pages))
         rows = sequences[: plan.num_decodes]
         window = layout.unit.replay_window
@@ -89,7 +98,8 @@ class Batcher:
             tables=tables,
             slot_mapping=self._slots(tables, positions, query_lens),
             logits_indices=np.asarray(
-                [end - 1 for s, end in zip(sequences, ends, strict=True) if s.sample], dtype=np.int64
+                [end - 1 for s, end in zip(sequences, ends, strict=True) if s.sample is not None],
+                dtype=np.int64,
             ),
             replay_counts=counts,
             replay_flushes=flushes,
@@ -104,7 +114,8 @@ class Batcher:
             return np.zeros(0, dtype=np.int64)
         numbers, offsets = np.divmod(positions, page.page_size)
         if len(tables) == len(positions):
-            entries = np.fromiter((t[n] for t, n in zip(tables, numbers, strict=True)), np.int64, len(tables))
+            pages = numbers.tolist()
+            entries = np.array([t[n] for t, n in zip(tables, pages, strict=True)], dtype=np.int64)
         else:
             parts = np.split(numbers, np.cumsum(query_lens)[:-1])
             entries = np.concatenate([t[n] for t, n in zip(tables, parts, strict=True)])

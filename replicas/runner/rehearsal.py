@@ -14,7 +14,7 @@ from hybridserve.replicas.arena.arena import Arena, Copies
 from hybridserve.replicas.arena.layout import ArenaLayout
 from hybridserve.replicas.engine.plan import SampleSpec, ScheduledSequence, StepPlan
 from hybridserve.replicas.models.specs import ModelConfig
-from hybridserve.replicas.runner.runner import Model, ModelRunner
+from hybridserve.replicas.runner.runner import GraphLimits, Model, ModelRunner
 from hybridserve.replicas.runner.storage import ArenaStorage
 from hybridserve.replicas.sampling_params import SamplingParams
 
@@ -52,8 +52,7 @@ class Rehearsal:
     ) -> None:
         self._chunk = min(max_num_batched_tokens, max_model_len - 1)
         self._contexts = (0, *(c for c in (SHORT, CONTEXT_PIECE) if c + self._chunk < max_model_len))
-        self._max_model_len = max_model_len
-        self._vocab_size = config.vocab_size
+        self._limits = GraphLimits(config.vocab_size, max_model_len, max_num_batched_tokens, dtype)
         longest = layout.pages_for(self._chunk + self._contexts[-1])
         pages = longest + CHUNKS_AT_ONCE * layout.pages_for(2 * SHORT)
         self._arena = Arena(layout, layout.extents_for(CHUNKS_AT_ONCE + 1, pages))
@@ -67,7 +66,8 @@ class Rehearsal:
         with recorded_launches() as found:
             for plan in self._plans():
                 self._runner.submit(plan)
-            self._runner.make_graphs(self._vocab_size, self._max_model_len).rehearse()
+            for graphs in self._runner.make_graphs(self._limits):
+                graphs.rehearse()
         return found
 
     def run(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from hybridserve.replicas.runner.batching import Batcher, StepArrays, build_batc
 from hybridserve.replicas.runner.decode_graphs import DecodeGraphs
 from hybridserve.replicas.runner.denormals import flushed_denormals
 from hybridserve.replicas.runner.draws import Draws, FetchedDraws
+from hybridserve.replicas.runner.piece_graphs import GraphMaker, PieceGraphs, PieceModel, cuda_graph
 from hybridserve.replicas.runner.sampling import Sampler, token_logprobs_of
 from hybridserve.replicas.runner.storage import ArenaStorage
 
@@ -29,11 +31,23 @@ PROMPT_LOGPROB_ROWS = 256
 class Model(Protocol):
     """What the runner needs of a model."""
 
+    model: PieceModel
+
     def forward(self, batch: StepBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         """Hidden states [T, hidden] after the final norm."""
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """fp32 [R, vocab] of hidden states [R, hidden], in `out` where it is given."""
+
+
+@dataclass(frozen=True)
+class GraphLimits:
+    """What sizes the fixed memory of graphs."""
+
+    vocab_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    dtype: torch.dtype
 
 
 class SubmittedStep:
@@ -77,31 +91,39 @@ class ModelRunner:
         self._batcher = Batcher(storage.layout)
         self._sampler = Sampler(device)
         self._graphs: DecodeGraphs | None = None
+        self._pieces: PieceGraphs | None = None
         self._drawn = torch.zeros(2, max_num_seqs, dtype=torch.int64, device=device)
         self._draw_rows: dict[str, int] = {}
         """Request id -> row of `_drawn`, of the last step that was submitted."""
         self.overlaps = device.type == "cuda" if overlaps is None else overlaps
 
-    def make_graphs(self, vocab_size: int, max_model_len: int) -> DecodeGraphs:
-        """Graphs of this runner's decode steps, not captured yet, with their fixed memory."""
+    def make_graphs(
+        self, limits: GraphLimits, graph: GraphMaker = cuda_graph
+    ) -> tuple[DecodeGraphs, PieceGraphs]:
+        """Graphs of this runner's steps, not captured yet, with their fixed memory."""
         caches = self._storage.caches
-        return DecodeGraphs(
+        decode = DecodeGraphs(
             lambda batch: self._model.forward(batch, caches),
             self._model.compute_logits,
             self._storage,
             self._drawn,
-            vocab_size=vocab_size,
-            max_model_len=max_model_len,
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
             device=self._device,
         )
+        pieces = PieceGraphs(
+            self._model.model, limits.dtype, self._device, limits.max_num_batched_tokens, graph
+        )
+        return decode, pieces
 
     @torch.inference_mode()
-    def capture_graphs(self, vocab_size: int, max_model_len: int) -> int:
-        """From now on decode-only steps replay graphs; returns how many there are."""
-        graphs = self.make_graphs(vocab_size, max_model_len)
-        graphs.capture()
-        self._graphs = graphs
-        return graphs.num_graphs
+    def capture_graphs(self, limits: GraphLimits) -> int:
+        """From now on steps of decode rows and of few tokens replay graphs; returns how many there are."""
+        decode, pieces = self.make_graphs(limits)
+        decode.capture()
+        pieces.capture()
+        self._graphs, self._pieces = decode, pieces
+        return decode.num_graphs + pieces.num_graphs
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> SubmittedStep:
@@ -135,7 +157,9 @@ class ModelRunner:
     ) -> Draws | None:
         window = self._storage.layout.unit.replay_window
         batch = build_batch(arrays, self._drawn[0], window, self._device)
-        hidden = self._model.forward(batch, self._storage.caches)
+        few = self._pieces is not None and self._pieces.takes(batch.num_tokens)
+        forward = self._pieces.forward if few else self._model.forward
+        hidden = forward(batch, self._storage.caches)
         prompt_logprobs.update(self._prompt_logprobs(plan, hidden))
         if not specs:
             return None

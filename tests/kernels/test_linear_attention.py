@@ -1,6 +1,7 @@
 """Linear attention: both fast forms against the recurrence in fp64, on poisoned overlapping rows."""
 
 from dataclasses import dataclass, replace
+from inspect import unwrap
 
 import pytest
 import torch
@@ -281,19 +282,22 @@ def test_unit_lower_inverse(size):
 
 @pytest.mark.parametrize(("k_heads", "v_heads"), [(4, 4), (2, 4), (1, 4)])
 def test_agrees_with_transformers(k_heads, v_heads, assert_accurate):
+    # its plain functions: as decorated, they are replaced where fla-core is installed
+    torch_chunk_gated_delta_rule = unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
+    torch_recurrent_gated_delta_rule = unwrap(modeling_qwen3_5.torch_recurrent_gated_delta_rule)
     inputs = make_inputs(150, k_heads, v_heads)
     batch = [x.unsqueeze(0) for x in inputs.fields()]
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     state, index = torch.empty(1, v_heads, 16, 32), torch.tensor([0])
     out = linear_attention_prefill(*inputs.fields(), state, index, torch.tensor([False]), (150,))
-    chunked, chunked_state = modeling_qwen3_5.torch_chunk_gated_delta_rule(*batch, **options)
+    chunked, chunked_state = torch_chunk_gated_delta_rule(*batch, **options)
     exact, exact_state = linear_attention_reference(
         *inputs.to(torch.float64).fields(), torch.zeros(v_heads, 16, 32, dtype=torch.float64)
     )
     assert_accurate(out, exact, chunked[0])
     assert_accurate(state[0], exact_state, chunked_state[0].transpose(-1, -2))
 
-    recurrent, recurrent_state = modeling_qwen3_5.torch_recurrent_gated_delta_rule(
+    recurrent, recurrent_state = torch_recurrent_gated_delta_rule(
         *[x[:, :1] for x in batch], initial_state=chunked_state, **options
     )
     decoded = linear_attention_decode(*inputs.tokens(0, 1).fields(), state, index)

@@ -279,6 +279,30 @@ def test_decode_order_of_rows_changes_no_bit(device: torch.device):
     assert torch.equal(decode(q[order], moved, [lens[i] for i in order], scale=0.1), out[order])
 
 
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_decode_through_a_table_of_slots(ids: torch.dtype, device: torch.device):
+    lens = (70, 0, 300, 17)
+    paged = make_pages(lens, 1, 64, DTYPE, device)
+    q = torch.randn(len(lens), 2, 64, device=device, dtype=DTYPE)
+    expected = decode(q, paged, lens, scale=0.1)
+    # a persistent table of more slots than rows; those of no row hold pages that do not exist
+    table = torch.full((7, paged.block_tables.shape[1] + 3), 1 << 29, device=device)
+    slots = torch.tensor([5, 999, 0, 3], dtype=ids, device=device)
+    live = torch.tensor([0, 2, 3], device=device)
+    table[slots[live].long(), : paged.block_tables.shape[1]] = paged.block_tables[live]
+    moved = Paged(paged.k, paged.v, paged.keys, paged.values, table)
+    assert torch.equal(decode(q, moved, lens, scale=0.1, table_rows=slots), expected)
+
+
+def test_decode_of_a_row_keeps_its_bits_whatever_its_neighbours_lengths(device: torch.device):
+    lens = (300, 17, 900, 1) if GPU else (300, 17, 140, 1)
+    paged = make_pages(lens, 1, 64, DTYPE, device)
+    q = torch.randn(len(lens), 2, 64, device=device, dtype=DTYPE)
+    out = decode(q, paged, lens, scale=0.1)
+    shorter = decode(q, paged, (300, 1, 0, 1), scale=0.1)
+    assert torch.equal(out[[0, 3]], shorter[[0, 3]]) and not torch.equal(out[1:3], shorter[1:3])
+
+
 def test_write_kv_stores_its_slots_and_skips_negative_ones(device: torch.device):
     paged = make_pages((40,), 2, 24, torch.float32, device)
     before = torch.as_strided(paged.keys, (paged.keys.untyped_storage().size() // 4,), (1,), 0)
