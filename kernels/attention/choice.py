@@ -9,7 +9,7 @@ import torch
 
 from hybridserve.kernels.attention import cpu
 
-CONTEXT_PIECE = 16384
+CONTEXT_PIECE = 8192
 """Earlier tokens that cuDNN attends at once, gathered from pages: bounds the dense copies of K and V."""
 FUSED_HEAD_DIMS = (128, 256)
 """Where cuDNN was measured, and beat Triton by a third."""

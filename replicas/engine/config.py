@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hybridserve.replicas.models.config import check_load_format
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
@@ -50,6 +52,7 @@ class EngineConfig:
         for name, allowed in (("dtype", DTYPES), ("device", DEVICES), ("load_format", LOAD_FORMATS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        check_load_format(self.model, self.load_format)
         for name in ("tensor_parallel_size", "max_num_seqs", "page_size"):
             self._check_positive(name)
         for name in ("max_num_batched_tokens", "max_model_len", "cache_memory_bytes", "num_threads"):

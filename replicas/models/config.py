@@ -62,6 +62,14 @@ def is_shape_file(path: str | Path) -> bool:
     return Path(path).suffix in SHAPE_SUFFIXES and not Path(path).is_dir()
 
 
+def check_load_format(path: str | Path, load_format: str) -> None:
+    """Raise ValueError for a shape file whose weights are to be read: it has none."""
+    if load_format != "dummy" and is_shape_file(path):
+        raise ValueError(
+            f"load_format is {load_format!r}, but {path} is a shape without weights: use 'dummy'"
+        )
+
+
 def parse_model_config(
     values: Mapping[str, Any],
     where: str,

@@ -8,7 +8,7 @@ import torch
 
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.weights.loader import Progress, checkpoint_targets, load_checkpoint, load_dummy
-from hybridserve.replicas.models.config import is_shape_file
+from hybridserve.replicas.models.config import check_load_format
 from hybridserve.replicas.models.qwen3_5 import Qwen3_5ForCausalLM
 from hybridserve.replicas.models.specs import DTYPE_BYTES, ModelConfig
 
@@ -51,10 +51,7 @@ def load_model(
         ValueError: `path` is a shape, which has no weights, and `load_format` is not "dummy"; or see
             `load_checkpoint` and `build_model`.
     """
-    if load_format != "dummy" and is_shape_file(path):
-        raise ValueError(
-            f"load_format is {load_format!r}, but {path} is a shape without weights: use 'dummy'"
-        )
+    check_load_format(path, load_format)
     model = build_model(config, group, dtype, device)
     fill_model(model, path, load_format, seed, progress)
     return model

@@ -131,6 +131,53 @@ def test_evacuated(make, params):
     assert engine.load().preemptions == 0
 
 
+def test_random_requests_with_cancellations_leave_the_arena_empty(make):
+    """On a GPU the same with 2,000: see test_cuda."""
+    rng = random.Random(4)
+    engine = make(extents=12, max_num_batched_tokens=64, max_num_seqs=6)
+    started, ended = 0, set()
+    while started < 60 or engine.has_unfinished():
+        for _ in range(rng.randrange(3)):
+            if started < 60:
+                prompt = [rng.randrange(8192) for _ in range(rng.choice((1, 5, 30, 100)))]
+                how = SamplingParams(temperature=rng.choice((0, 0.9)), max_tokens=rng.randrange(1, 12))
+                engine.add_request(f"r{started}", prompt, how)
+                started += 1
+        if rng.random() < 0.3:
+            gone = f"r{rng.randrange(max(started, 1))}"
+            engine.abort(gone)
+            ended.add(gone)
+        for out in engine.step():
+            assert out.error is None, out.error
+            if out.finished:
+                ended.add(out.request_id)
+    assert {f"r{i}" for i in range(60)} <= ended
+    assert engine.arena.free_extents == engine.arena.num_extents
+
+
+def test_a_poisoned_state_fails_its_request_alone(make, prompts, params, alone):
+    """NaN in a unit: its request ends with an error; neighbours and the memory's next users are untouched."""
+    engine = make(max_num_batched_tokens=1000)
+    victim, error = "p65", None
+    for name in prompts:
+        engine.add_request(name, prompts[name], params[name])
+    tokens = {name: [] for name in prompts}
+    poisoned = False
+    while engine.has_unfinished():
+        for out in engine.step():
+            tokens[out.request_id] += out.token_ids
+            error = out.error or error
+            assert out.error is None or out.request_id == victim
+        if not poisoned and len(tokens[victim]) == 10:
+            layout = engine.arena.layout
+            offset = layout.unit_offset(engine._requests[victim].unit_table[0])
+            engine._executor._storage.buffer[offset : offset + layout.unit_bytes] = 0xFF
+            poisoned = True
+    assert error is not None and "NaN or Inf" in error
+    assert all(tokens[name] == alone[name] for name in prompts if name != victim)
+    assert run(engine, together(prompts, params)) == alone
+
+
 def test_cancelled_neighbours_change_nothing(make, prompts, params, alone):
     engine = make(max_num_batched_tokens=100)
     names = list(prompts)

@@ -1,0 +1,153 @@
+"""The engine offline on one device, against vLLM's figures and our goals (tests/benchmarks/offline/goals.py).
+
+    python tests/benchmarks/bench_offline.py --shape 9b [--only REGEX] [--cold] [--json out.json]
+    python tests/benchmarks/bench_offline.py --shape configs/demo-model --quick
+
+`--shape` is a file of configs/models, the end of such a file's name, or a checkpoint's folder. Every row is
+printed, and the JSON file written anew, as soon as it is measured. `--cold` starts with empty kernel caches.
+Weights of a shape are random: its speed is measured, its words mean nothing; each answer's length is checked.
+"""
+
+import time
+
+BEGAN = time.perf_counter()
+
+import argparse  # noqa: E402  imports are a part of what is measured
+import dataclasses  # noqa: E402
+import datetime  # noqa: E402
+import os  # noqa: E402
+import random  # noqa: E402
+import re  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+SHAPES = Path(__file__).resolve().parents[2] / "configs" / "models"
+sys.path.insert(0, str(Path(__file__).parent / "offline"))
+MAX_MODEL_LEN = 135_168
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="9b")
+    parser.add_argument("--only", default="", help="regular expression searched in a row's name")
+    parser.add_argument("--list", action="store_true", help="name the rows and stop")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of a TPOT row")
+    parser.add_argument("--fill", action="store_true", help="capacity with real requests too (a minute)")
+    parser.add_argument("--cold", action="store_true", help="empty kernel caches")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--load-format", default="auto", help="of a checkpoint's folder")
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--max-num-batched-tokens", type=int)
+    parser.add_argument("--cache-memory-bytes", type=int)
+    parser.add_argument("--num-threads", type=int)
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+def find_model(name: str) -> str:
+    """A path as it is, or the one shape whose name is `name` or ends in `-name`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if Path(name).exists():
+        return name
+    shapes = sorted(SHAPES.glob("*.yaml"))
+    found = [shape for shape in shapes if f"-{shape.stem}".endswith(f"-{name}")]
+    if len(found) != 1:
+        raise ValueError(f"shape {name!r} is no path and none of {', '.join(s.stem for s in shapes)}")
+    return str(found[0])
+
+
+def main() -> int:
+    parser = options()
+    args = parser.parse_args()
+    try:
+        wanted, model = re.compile(args.only), find_model(args.shape)
+    except (ValueError, re.error) as error:
+        parser.error(str(error))
+    if args.cold:
+        # read when Triton and the driver are loaded
+        os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="triton-")
+        os.environ["CUDA_CACHE_PATH"] = tempfile.mkdtemp(prefix="cuda-")
+    import torch
+    from goals import GOALS, Goal, goals_of
+    from report import Report
+    from rows import QUICK, Sizes, first_lengths, peak_memory, rows, start
+    from session import Session, greedy
+    from step_profile import profile_decode, profile_prefill
+
+    from hybridserve.replicas.llm import LLM
+    from hybridserve.replicas.models.config import is_shape_file, load_model_config
+
+    imports = time.perf_counter() - BEGAN
+    config = load_model_config(model)
+    goals, sizes = goals_of(config), QUICK if args.quick else Sizes()
+    if goals is GOALS["27b"] and not args.quick:
+        sizes = dataclasses.replace(sizes, contexts=((1, 2048), (32, 2048), (256, 2048)))
+    table = list(rows(sizes, 2 if args.quick else args.rounds, args.fill))
+    profiles = {
+        "profile of a decode step": lambda s: profile_decode(s, sizes.streams, sizes.tpot_prompt),
+        "profile of a prefill": lambda s: profile_prefill(s, sizes.ttft[1]),
+    }
+    names = ["start", *(row.name for row in table), "peak memory", *profiles]
+    if not any(map(wanted.search, names)):
+        parser.error(f"--only {args.only!r} matches no row")
+    if args.list:
+        print("\n".join(filter(wanted.search, names)))
+        return 0
+    on_gpu = torch.cuda.is_available() and args.device != "cpu"
+    about = {
+        "model": model,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "sizes": "quick" if args.quick else "full",
+    }
+    report = Report(about, args.json)
+    llm = LLM(
+        model,
+        load_format="dummy" if is_shape_file(model) else args.load_format,
+        device=args.device,
+        dtype=args.dtype,
+        max_model_len=min(config.max_position_embeddings, MAX_MODEL_LEN),
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        cache_memory_bytes=args.cache_memory_bytes,
+        num_threads=args.num_threads,
+        gpu_memory_utilization=0.9,
+        skip_tokenizer_init=True,
+        show_progress=False,
+        seed=0,
+    )
+    ready = time.perf_counter() - BEGAN
+    session = Session(llm, torch.device("cuda" if on_gpu else "cpu"), random.Random(0))
+    if wanted.search("start"):
+        report.add("start to ready", start(session, imports, ready), goals.get("start to ready", Goal()))
+        name = f"start and first lengths, {'cold' if args.cold else 'warm'}"
+        report.add(name, first_lengths(session, sizes, ready), goals.get(name, Goal()))
+    session.generate([session.prompt(sizes.warm_up)], greedy(8))
+    failed = 0
+    for row in filter(lambda row: wanted.search(row.name), table):
+        session.rng = random.Random(0)
+        try:
+            report.add(row.name, row.measure(session), goals.get(row.name, Goal()))
+        except (ValueError, RuntimeError) as error:
+            # the rows after it are worth having
+            report.add_failure(row.name, error)
+            failed += 1
+    if on_gpu and wanted.search("peak memory"):
+        report.add("peak memory", peak_memory(session), Goal())
+    for name, profile in profiles.items():
+        if wanted.search(name):
+            report.add_profile(name, profile(session))
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
