@@ -68,7 +68,9 @@ def penalize(
     if repetition != 1.0:
         seen = torch.cat((prompt_ids, output_ids)).unique()
         values = logits[seen]
-        logits[seen] = torch.where(values > 0, values / repetition, values * repetition)
+        # a GPU divides by a number by multiplying with its reciprocal, which rounds differently
+        divisor = torch.full_like(values, repetition)
+        logits[seen] = torch.where(values > 0, values / divisor, values * repetition)
     if presence or frequency:
         ids, counts = output_ids.unique(return_counts=True)
         logits[ids] -= presence + frequency * counts.to(logits.dtype)
@@ -88,6 +90,12 @@ def token_logprobs(
     rank = 1 + (logits > chosen).sum(-1)
     values, ids = _ranked(logits, num_top)
     return (chosen - normalizer).squeeze(1), rank, ids, values - normalizer
+
+
+def draw_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """int64 [B], `draw_key` of int64 seeds (modulo 2 ** 64, as two's complement) and positions [B]."""
+    golden = _signed(GOLDEN)
+    return _mix(_mix(seeds + golden) + (positions + 1) * golden)
 
 
 def rows_finite(logits: torch.Tensor) -> torch.Tensor:

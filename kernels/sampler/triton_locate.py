@@ -11,13 +11,13 @@ import triton.language as tl
 from hybridserve.kernels.sampler.triton_math import (
     LOWEST,
     NONE,
+    best_drawn,
     best_of,
     bounded,
     id_in,
     inverse_temperature,
     load_columns,
     noise_key,
-    noise_of,
     score_in,
     sharpness,
 )
@@ -116,19 +116,24 @@ def locate(
         high, low = inverse_temperature(heat)
         natural = (high.to(tl.float64) + low.to(tl.float64)) * 0.6931471805599453
         scale = tl.exp((chunk_peak - top).to(tl.float64) * natural)
-        chunk_mass = tl.load(here + MASS * num_chunks, mask=real, other=0.0).to(tl.float64) * scale
+        # masses are known where a top_p needs them
+        weighed = chunks < tl.where(p < 1, num_chunks, 0)
+        chunk_mass = tl.load(here + MASS * num_chunks, mask=weighed, other=0.0).to(tl.float64) * scale
         index = tl.arange(0, PADDED)
         by_count = is_counted(k, vocab)
         used = (index >= tl.where(by_count & is_short(k, CANDIDATES), GUARD, 0)) & (index < PIVOTS)
         pivot = tl.load(pivots + row * PADDED + index, mask=used, other=0.0)
         grid = index[:, None] * num_chunks + chunks[None, :]
-        both = used[:, None] & real[None, :]
         above = floats + (row * (FIRST_MASS + PIVOTS) + FIRST_MASS) * num_chunks
-        mass = tl.sum(tl.load(above + grid, mask=both, other=0.0).to(tl.float64) * scale[None, :], axis=1)
+        mass = tl.sum(
+            tl.load(above + grid, mask=used[:, None] & weighed[None, :], other=0.0).to(tl.float64)
+            * scale[None, :],
+            axis=1,
+        )
         count = tl.zeros([PADDED], tl.int32)
         if by_count:
             counted = counts + row * PIVOTS * num_chunks
-            count = tl.sum(tl.load(counted + grid, mask=both, other=0), axis=1)
+            count = tl.sum(tl.load(counted + grid, mask=used[:, None] & real[None, :], other=0), axis=1)
         _locate_filtered(plan, top, tl.sum(chunk_mass), heat, k, p, least, pivot, count, mass, used, vocab)
         tl.store(gathered + row, 0)
     else:
@@ -142,50 +147,85 @@ def locate(
 
 
 @triton.jit
+def _append(
+    listed,
+    place,
+    row,
+    start,
+    vocab,
+    low,
+    high,
+    CHUNK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Store the tokens of (low, high] of a chunk in a list, from `place` on.
+
+    The chunk is read again, from the L1, in tiles: scattered all at once it would take too many registers.
+    """
+    for at in range(0, CHUNK, TILE):
+        cols = start + at + tl.arange(0, TILE)
+        x = bounded(load_columns(row, cols, vocab))
+        between = ((cols < vocab) & (x > low) & (x <= high)).to(tl.int32)
+        found = tl.sum(between)
+        if found > 0:
+            slot = place + tl.cumsum(between, 0) - 1
+            entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | cols
+            tl.store(listed + slot, entry, mask=(between > 0) & (slot < CANDIDATES))
+            place += found
+
+
+@triton.jit(do_not_specialize=["share"])
 def gather_between(
     logits,
     row_stride,
     vocab,
+    share,
     temperature,
     keys,
     positions,
     plans,
     gathered,
     lists,
-    best,
+    above,
     HASHED: tl.constexpr,
     CHUNK: tl.constexpr,
     CANDIDATES: tl.constexpr,
     PLAN: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """One program a chunk of a filtered row: lists int64 [B, CANDIDATES], the tokens of its interval.
+    """One program for `share` chunks of a filtered row: its interval's tokens in lists int64 [B, CANDIDATES].
 
     An entry is the bits of a logit above its id. Chunks take places as they come, so that a reader must not
-    depend on a list's order; tokens that do not fit are only counted. best: int64 [B, chunks], of the score
-    (logit - top) / temperature + noise of the tokens above the interval.
+    depend on a list's order; tokens that do not fit are only counted. above: int64 [B, chunks], `best_of` the
+    score (logit - top) / temperature + noise of the tokens above the interval.
     """
     num_chunks = tl.cdiv(vocab, CHUNK)
-    row = (tl.program_id(0) // num_chunks).to(tl.int64)
-    chunk = tl.program_id(0) % num_chunks
+    num_shares = tl.cdiv(num_chunks, share)
+    row = (tl.program_id(0) // num_shares).to(tl.int64)
+    first_chunk = tl.program_id(0) % num_shares * share
     plan = plans + row * PLAN
-    if tl.load(plan + KIND) == FILTERED:
-        low = tl.load(plan + LOW).to(tl.float32)
-        high = tl.load(plan + HIGH).to(tl.float32)
-        cols = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = bounded(load_columns(logits + row * row_stride, cols, vocab))
-        x = tl.where(cols < vocab, x, -float("inf"))
-        between = (x > low) & (x <= high)
-        found = tl.sum(between.to(tl.int32))
-        if found > 0:
-            start = tl.atomic_add(gathered + row, found, sem="relaxed")
-            place = start + tl.cumsum(between.to(tl.int32), 0) - 1
-            entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | cols
-            tl.store(lists + row * CANDIDATES + place, entry, mask=between & (place < CANDIDATES))
-        chunk_best = tl.full([], NONE, tl.int64)
-        # noise costs more than the rest, and most chunks may hold nothing that high
-        if tl.max(x) > high:
-            heat = tl.load(temperature + row).to(tl.float32)
-            noise = noise_of(noise_key(keys, positions, row, HASHED), cols)
-            score = (x - tl.load(plan + TOP).to(tl.float32)) * sharpness(heat) + noise
-            chunk_best = best_of(score, cols, x > high)
-        tl.store(best + row * num_chunks + chunk, chunk_best)
+    # all at once, so that no wait follows another; of a settled row nothing but its kind is known
+    kind = tl.load(plan + KIND)
+    low = tl.load(plan + LOW).to(tl.float32)
+    high = tl.load(plan + HIGH).to(tl.float32)
+    top = tl.load(plan + TOP).to(tl.float32)
+    heat = tl.load(temperature + row).to(tl.float32)
+    key = noise_key(keys, positions, row, HASHED)
+    if kind == FILTERED:
+        this_row = logits + row * row_stride
+        for chunk in range(first_chunk, tl.minimum(first_chunk + share, num_chunks)):
+            start = chunk * CHUNK
+            cols = start + tl.arange(0, CHUNK)
+            x = bounded(load_columns(this_row, cols, vocab))
+            x = tl.where(cols < vocab, x, -float("inf"))
+            found = tl.sum(((x > low) & (x <= high)).to(tl.int32))
+            if found > 0:
+                place = tl.atomic_add(gathered + row, found, sem="relaxed")
+                listed = lists + row * CANDIDATES
+                _append(listed, place, this_row, start, vocab, low, high, CHUNK, CANDIDATES, TILE)
+            best = tl.full([], NONE, tl.int64)
+            peak = tl.max(x)
+            if peak > high:
+                best = best_drawn(this_row, start, vocab, x, cols, high, peak, top, heat, key, CHUNK, TILE)
+            tl.store(above + row * num_chunks + chunk, best)

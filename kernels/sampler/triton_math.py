@@ -52,6 +52,18 @@ def noise_of(key, ids):
 
 
 @triton.jit
+def least_exponential(key, ids):
+    """fp32, at most exp(-noise) of the tokens `ids` but for rounding, and above half of it in half of them.
+
+    exp(-noise) is -log1p(-v); this is the head of its series at v's top 32 bits, for a third of the work.
+    """
+    drawn = _mix(key + (ids + 1).to(tl.uint64) * tl.full([], _GOLDEN, tl.uint64))
+    # never zero, so that a product with infinity is no NaN
+    v = (drawn >> 32).to(tl.uint32).to(tl.float32) * (1.0 / 4294967296.0) + (1.0 / 18014398509481984.0)
+    return v * (1.0 + v * (1.0 / 2 + v * (1.0 / 3 + v * (1.0 / 4))))
+
+
+@triton.jit
 def sharpness(temperature):
     """1 / temperature, fp32, finite; 1 for 0, where scores are differences of logits."""
     return tl.minimum(1.0 / tl.where(temperature > 0, temperature, 1.0), 1e30)
@@ -67,6 +79,36 @@ def best_of(score, ids, kept):
     best = tl.max(score)
     first = tl.min(tl.where(score == best, ids, IDS))
     return (key_of(best) << 32) | (first ^ IDS).to(tl.int64)
+
+
+@triton.jit
+def best_drawn(
+    row, start, vocab, x, cols, above, peak, top, heat, key, CHUNK: tl.constexpr, TILE: tl.constexpr
+):
+    """`best_of` the scores (x - top) / temperature + noise of those of x that are greater than `above`.
+
+    x: bounded logits of the columns cols, all of [start, start + CHUNK) of a row; peak: the largest of them,
+    greater than `above`.
+    The best score has the least exp(-noise) / weight. A bound of that is cheap; where it leaves one token, as
+    nearly always, noise is computed for that one, and for all of them otherwise.
+    """
+    rate = sharpness(heat)
+    bound = least_exponential(key, cols) * tl.exp2((peak - x) * (rate * _LOG2E))
+    bound = tl.where((cols < vocab) & (x > above), bound, float("inf"))
+    token = tl.min(tl.where(bound == tl.min(bound), cols, IDS))
+    own = bounded(tl.load(row + token, mask=token < vocab, other=0.0).to(tl.float32))
+    noise = noise_of(key, token)
+    best = (key_of(tl.maximum((own - top) * rate + noise, LOWEST)) << 32) | (token ^ IDS).to(tl.int64)
+    # room for the rounding of both
+    reach = tl.exp2(((own - peak) * rate + noise) * -_LOG2E) * 1.0001
+    if tl.sum((bound <= reach).to(tl.int32)) > 1:
+        best = tl.full([], NONE, tl.int64)
+        for at in range(0, CHUNK, TILE):
+            ids = start + at + tl.arange(0, TILE)
+            logit = bounded(load_columns(row, ids, vocab))
+            score = (logit - top) * rate + noise_of(key, ids)
+            best = tl.maximum(best, best_of(score, ids, (ids < vocab) & (logit > above)))
+    return best
 
 
 @triton.jit

@@ -11,23 +11,22 @@ import triton.language as tl
 
 from hybridserve.kernels.sampler.triton_math import (
     HIGHEST,
+    best_drawn,
     best_of,
     bounded,
     inverse_temperature,
     load_columns,
     noise_key,
-    noise_of,
-    sharpness,
     weight_of,
 )
 
-# four around the boundary, and one that guards the top of the ranking
-PIVOTS = 5
+# those around the boundary, and one that guards the top of the ranking
+PIVOTS = 8
 PIVOTS_PADDED = 8
 # columns of a chunk's floats, before the masses above the pivots
 PEAK, BROKEN, MASS, FIRST_MASS = (tl.constexpr(i) for i in range(4))
 FLOATS = 3 + PIVOTS
-GUARD = tl.constexpr(4)
+GUARD = tl.constexpr(7)
 # sampled tokens above the guard at the least: enough that its place is known, few enough to be ranked
 _GUARDED = tl.constexpr(8.0)
 
@@ -50,21 +49,31 @@ def is_short(top_k, CANDIDATES: tl.constexpr):
 
 
 @triton.jit
-def _bracket(pivots, share, index, cumulative, mass, square, top, width):
-    """Store four pivots around the point with `share` of the sampled mass above it.
+def _bracket(pivots, share, room, index, cumulative, mass, square, count, cum_count, top, width):
+    """Store the pivots around the point with `share` of the sampled mass above it, GUARD of them.
 
     The share above a fixed point has the variance of a ratio of sums: (1 - share)^2 times the squared weights
-    above plus share^2 times those below, over the squared total. Four deviations miss once in 15,000.
+    above plus share^2 times those below, over the squared total. One heavy token in the sample makes that
+    estimate poor, hence ten deviations at either end; no more than `room` sampled tokens are to lie between
+    two pivots, so that they can be gathered.
     """
     total = tl.sum(mass)
     over = tl.sum(tl.where(cumulative - mass < share * total, square, 0.0))
     variance = (1 - share) * (1 - share) * over + share * share * tl.maximum(tl.sum(square) - over, 0.0)
     deviation = tl.sqrt(variance) / total
-    for i in tl.static_range(4):
-        z = (-4.0 if i == 0 else -1.2) if i < 2 else (1.2 if i == 2 else 4.0)
-        wanted = (share + z * deviation) * total
-        edge = tl.sum((cumulative < wanted).to(tl.float32))
-        tl.store(pivots + i, top - (edge + (1.0 if i >= 2 else 0.0)) * width)
+    middle = tl.sum((cumulative < share * total).to(tl.float32))
+    tl.store(pivots + 3, top - middle * width)
+    lower, upper = middle, middle
+    for i in tl.static_range(3):
+        z = i + 1.0 if i < 2 else 10.0
+        seen = tl.sum(tl.where(index < lower, count, 0.0))
+        edge = tl.sum((cumulative < (share + z * deviation) * total).to(tl.float32))
+        lower = tl.maximum(tl.minimum(edge, tl.sum((cum_count < seen + room).to(tl.float32))), lower)
+        tl.store(pivots + 4 + i, top - (lower + 1) * width)
+        seen = tl.sum(tl.where(index < upper, count, 0.0))
+        edge = tl.sum((cumulative < (share - z * deviation) * total).to(tl.float32))
+        upper = tl.minimum(tl.maximum(edge, tl.sum((cum_count < seen - room).to(tl.float32))), upper)
+        tl.store(pivots + 2 - i, top - upper * width)
 
 
 @triton.jit
@@ -127,10 +136,13 @@ def choose_pivots(
         _bracket(
             out,
             tl.where(counts, counted / sampled, share),
+            CANDIDATES * 0.75 * sampled / vocab,
             index,
             tl.where(counts, cum_count, cum_mass),
             tl.where(counts, count, mass),
             tl.where(counts, count, square),
+            count,
+            cum_count,
             top,
             width,
         )
@@ -159,19 +171,27 @@ def measure_chunks(
     CANDIDATES: tl.constexpr,
     PIVOTS: tl.constexpr,
     PADDED: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """One program a chunk of a row, whose own peak is what its masses and scores refer to.
 
     floats: fp32 [B, 3 + PIVOTS, chunks]: peak; 1 where a NaN or infinity is; mass; mass above each pivot.
     counts: int32 [B, PIVOTS, chunks], tokens above each pivot. best: int64 [B, chunks], of the score
     (logit - peak) / temperature + noise, without noise in a greedy row. What a row does not need is not
-    written: best of filtered rows, masses of the others, counts without a top_k.
+    written: best of filtered rows, counts without a top_k, masses without a top_p.
     """
     num_chunks = tl.cdiv(vocab, CHUNK)
     row = (tl.program_id(0) // num_chunks).to(tl.int64)
     chunk = tl.program_id(0) % num_chunks
-    cols = chunk * CHUNK + tl.arange(0, CHUNK)
-    raw = load_columns(logits + row * row_stride, cols, vocab)
+    # before the logits, so that no wait follows another
+    heat = tl.load(temperature + row).to(tl.float32)
+    k = tl.load(top_k + row)
+    p = tl.load(top_p + row)
+    filtered = (heat > 0) & is_filtered(k, p, tl.load(min_p + row), vocab)
+    start = chunk * CHUNK
+    cols = start + tl.arange(0, CHUNK)
+    this_row = logits + row * row_stride
+    raw = load_columns(this_row, cols, vocab)
     # 0 * NaN and 0 * inf are NaN
     nothing = tl.sum(raw * 0.0)
     x = bounded(raw)
@@ -179,30 +199,29 @@ def measure_chunks(
     out = floats + row * (FIRST_MASS + PIVOTS) * num_chunks + chunk
     tl.store(out + PEAK * num_chunks, peak)
     tl.store(out + BROKEN * num_chunks, tl.where(nothing == 0.0, 0.0, 1.0))
-    heat = tl.load(temperature + row).to(tl.float32)
-    k = tl.load(top_k + row)
-    if (heat > 0) & is_filtered(k, tl.load(top_p + row), tl.load(min_p + row), vocab):
-        high, low = inverse_temperature(heat)
-        weight = weight_of(x, peak, high, low)
-        tl.store(out + MASS * num_chunks, tl.sum(weight))
+    if filtered:
         pivots += row * PADDED
-        masses = out + FIRST_MASS * num_chunks
-        counted = counts + row * PIVOTS * num_chunks + chunk
-        if is_counted(k, vocab) & is_short(k, CANDIDATES):
-            higher = x > tl.load(pivots + GUARD)
-            tl.store(masses + GUARD * num_chunks, tl.sum(tl.where(higher, weight, 0.0)))
-            tl.store(counted + GUARD * num_chunks, tl.sum(higher.to(tl.int32)))
-        else:
-            for i in tl.static_range(PIVOTS):
+        first = tl.where(is_counted(k, vocab) & is_short(k, CANDIDATES), GUARD, 0)
+        if p < 1:
+            high, low = inverse_temperature(heat)
+            weight = weight_of(x, peak, high, low)
+            tl.store(out + MASS * num_chunks, tl.sum(weight))
+            masses = out + FIRST_MASS * num_chunks
+            if first == 0:
+                for i in tl.static_range(GUARD):
+                    higher = (x > tl.load(pivots + i)).to(tl.float32)
+                    tl.store(masses + i * num_chunks, tl.sum(higher * weight))
+            higher = (x > tl.load(pivots + GUARD)).to(tl.float32)
+            tl.store(masses + GUARD * num_chunks, tl.sum(higher * weight))
+        if is_counted(k, vocab):
+            counted = counts + row * PIVOTS * num_chunks + chunk
+            for i in range(first, PIVOTS):
                 higher = x > tl.load(pivots + i)
-                tl.store(masses + i * num_chunks, tl.sum(tl.where(higher, weight, 0.0)))
-            if is_counted(k, vocab):
-                for i in tl.static_range(PIVOTS):
-                    higher = x > tl.load(pivots + i)
-                    tl.store(counted + i * num_chunks, tl.sum(higher.to(tl.int32)))
+                tl.store(counted + i * num_chunks, tl.sum(higher.to(tl.int32)))
+    elif heat > 0:
+        key = noise_key(keys, positions, row, HASHED)
+        none = -float("inf")
+        found = best_drawn(this_row, start, vocab, x, cols, none, peak, peak, heat, key, CHUNK, TILE)
+        tl.store(best + row * num_chunks + chunk, found)
     else:
-        score = x - peak
-        if heat > 0:
-            noise = noise_of(noise_key(keys, positions, row, HASHED), cols)
-            score = score * sharpness(heat) + noise
-        tl.store(best + row * num_chunks + chunk, best_of(score, cols, cols < vocab))
+        tl.store(best + row * num_chunks + chunk, best_of(x - peak, cols, cols < vocab))

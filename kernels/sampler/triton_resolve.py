@@ -39,22 +39,25 @@ _ONE = tl.constexpr(1099511627776.0)
 
 
 @triton.jit
-def _read(source, start, size, low, high, TILE: tl.constexpr, FROM_ROW: tl.constexpr):
-    """Logits and ids of a tile of a list or a row, and which of them lie in (low, high]."""
+def _read(row, listed, in_row, start, size, low, high, TILE: tl.constexpr):
+    """Logits and ids of a tile of a row, or if in_row is 0 of a list, and which of them lie in (low, high].
+
+    One path for both keeps the kernel half as long: a program runs through it once, so that fetching its
+    instructions takes as long as they do.
+    """
     at = start + tl.arange(0, TILE)
-    if FROM_ROW:
-        x = bounded(load_columns(source, at, size))
-        ids = at
-    else:
-        entry = tl.load(source + at, mask=at < size, other=0)
-        x = (entry >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        ids = (entry & IDS).to(tl.int32)
+    entry = tl.load(listed + at, mask=at < tl.where(in_row > 0, 0, size), other=0)
+    x = bounded(load_columns(row, at, tl.where(in_row > 0, size, 0)))
+    x = tl.where(in_row > 0, x, (entry >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+    ids = tl.where(in_row > 0, at, (entry & IDS).to(tl.int32))
     return x, ids, (at < size) & (x > low) & (x <= high)
 
 
 @triton.jit
 def _narrow(
-    source,
+    row,
+    listed,
+    in_row,
     size,
     low,
     high,
@@ -68,7 +71,6 @@ def _narrow(
     top,
     RANKED: tl.constexpr,
     TILE: tl.constexpr,
-    FROM_ROW: tl.constexpr,
 ):
     """Narrow (low, high], around the lowest logit that would be kept, to at most RANKED tokens or one logit.
 
@@ -85,7 +87,7 @@ def _narrow(
         counts = tl.zeros([TILE, 16], tl.int32)
         masses = tl.zeros([TILE, 16], tl.int64)
         for start in range(0, size, TILE):
-            x, _, inside = _read(source, start, size, value_of(lowest), value_of(highest), TILE, FROM_ROW)
+            x, _, inside = _read(row, listed, in_row, start, size, value_of(lowest), value_of(highest), TILE)
             weight = (weight_of(x, top, inverse, correction) * _ONE).to(tl.int64)
             higher = (x[:, None] > t[None, :]) & inside[:, None]
             counts += higher.to(tl.int32)
@@ -106,13 +108,13 @@ def _narrow(
 
 
 @triton.jit
-def _rank(source, size, low, high, scratch, RANKED: tl.constexpr, TILE: tl.constexpr, FROM_ROW: tl.constexpr):
+def _rank(row, listed, in_row, size, low, high, scratch, RANKED: tl.constexpr, TILE: tl.constexpr):
     """The at most RANKED tokens of (low, high], likeliest first, equal ones by rising id: logits and ids."""
     place = 0
     # an earlier ranking may still be read from the scratch
     tl.debug_barrier()
     for start in range(0, size, TILE):
-        x, ids, inside = _read(source, start, size, low, high, TILE, FROM_ROW)
+        x, ids, inside = _read(row, listed, in_row, start, size, low, high, TILE)
         flags = inside.to(tl.int32)
         found = tl.sum(flags)
         if found > 0:
@@ -128,14 +130,14 @@ def _rank(source, size, low, high, scratch, RANKED: tl.constexpr, TILE: tl.const
 
 
 @triton.jit
-def _id_of_equal(source, size, t, ordinal, vocab, TILE: tl.constexpr, FROM_ROW: tl.constexpr):
+def _id_of_equal(row, listed, in_row, size, t, ordinal, vocab, TILE: tl.constexpr):
     """The `ordinal`-th lowest id (from 0) of the tokens whose logit is t, by bisection of the ids."""
     low, high = -1, vocab - 1
     while high - low > 1:
         middle = (low + high) // 2
         found = 0
         for start in range(0, size, TILE):
-            x, ids, real = _read(source, start, size, -float("inf"), float("inf"), TILE, FROM_ROW)
+            x, ids, real = _read(row, listed, in_row, start, size, -float("inf"), float("inf"), TILE)
             found += tl.sum((real & (x == t) & (ids <= middle)).to(tl.int32))
         enough = found > ordinal
         high = tl.where(enough, middle, high)
@@ -145,7 +147,9 @@ def _id_of_equal(source, size, t, ordinal, vocab, TILE: tl.constexpr, FROM_ROW: 
 
 @triton.jit
 def _boundary(
-    source,
+    row,
+    listed,
+    in_row,
     size,
     vocab,
     plan,
@@ -158,7 +162,6 @@ def _boundary(
     scratch,
     RANKED: tl.constexpr,
     TILE: tl.constexpr,
-    FROM_ROW: tl.constexpr,
 ):
     """The lowest logit that is kept, and the highest id kept of the tokens that have it.
 
@@ -177,7 +180,9 @@ def _boundary(
         # the likeliest token is kept however small top_p is
         mass_limit = tl.where((p < 1) & (stage == 1), tl.maximum(p * total, 1e-300), infinity)
         low, high, left, count, mass = _narrow(
-            source,
+            row,
+            listed,
+            in_row,
             size,
             tl.load(plan + LOW).to(tl.float32),
             tl.load(plan + HIGH).to(tl.float32),
@@ -191,10 +196,9 @@ def _boundary(
             top,
             RANKED,
             TILE,
-            FROM_ROW,
         )
         if left <= RANKED:
-            x, ids = _rank(source, size, low, high, scratch, RANKED, TILE * 4, FROM_ROW)
+            x, ids = _rank(row, listed, in_row, size, low, high, scratch, RANKED, TILE * 4)
             index = tl.arange(0, RANKED)
             ranked = (index < left) & (count + index < limit)
             weight = tl.exp((x - top).to(tl.float64) / heat.to(tl.float64))
@@ -218,19 +222,17 @@ def _boundary(
                 kept_equal = tl.minimum(fitting, tl.minimum(by_mass, 1e9).to(tl.int64))
                 boundary = high
                 if kept_equal < left:
-                    last_id = _id_of_equal(source, size, high, kept_equal - 1, vocab, TILE, FROM_ROW)
+                    last_id = _id_of_equal(row, listed, in_row, size, high, kept_equal - 1, vocab, TILE)
         stage += 1
     return boundary, last_id
 
 
 @triton.jit
-def _best_kept(
-    source, size, boundary, last_id, high, heat, top, key, TILE: tl.constexpr, FROM_ROW: tl.constexpr
-):
+def _best_kept(row, listed, in_row, size, boundary, last_id, high, heat, top, key, TILE: tl.constexpr):
     """`best_of` the kept tokens up to `high`; those above it are `gather_between`'s."""
     best = tl.full([], NONE, tl.int64)
     for start in range(0, size, TILE):
-        x, ids, kept = _read(source, start, size, -float("inf"), high, TILE, FROM_ROW)
+        x, ids, kept = _read(row, listed, in_row, start, size, -float("inf"), high, TILE)
         kept = kept & ((x > boundary) | ((x == boundary) & (ids <= last_id)))
         if tl.max(kept.to(tl.int32)) > 0:
             score = (x - top) * sharpness(heat) + noise_of(key, ids)
@@ -240,7 +242,9 @@ def _best_kept(
 
 @triton.jit
 def _settle(
-    source,
+    row,
+    listed,
+    in_row,
     size,
     vocab,
     plan,
@@ -253,15 +257,14 @@ def _settle(
     scratch,
     RANKED: tl.constexpr,
     TILE: tl.constexpr,
-    FROM_ROW: tl.constexpr,
 ):
     """`best_of` the kept tokens of the interval."""
     top = tl.load(plan + TOP).to(tl.float32)
     high = tl.load(plan + HIGH).to(tl.float32)
     boundary, last_id = _boundary(
-        source, size, vocab, plan, within, k, p, least, heat, top, scratch, RANKED, TILE, FROM_ROW
+        row, listed, in_row, size, vocab, plan, within, k, p, least, heat, top, scratch, RANKED, TILE
     )
-    return _best_kept(source, size, boundary, last_id, high, heat, top, key, TILE * 4, FROM_ROW)
+    return _best_kept(row, listed, in_row, size, boundary, last_id, high, heat, top, key, TILE * 4)
 
 
 # a vocabulary of one token must not become a constant, which Triton 3.6 fails to compile here
@@ -280,7 +283,7 @@ def resolve(
     gathered,
     lists,
     scratch,
-    best,
+    above,
     tokens,
     HASHED: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -301,19 +304,16 @@ def resolve(
         least = tl.load(min_p + row).to(tl.float64)
         key = noise_key(keys, positions, row, HASHED)
         scratch += row * RANKED
-        if within > CANDIDATES:
-            source = logits + row * row_stride
-            found = _settle(
-                source, vocab, vocab, plan, within, k, p, least, heat, key, scratch, RANKED, TILE, True
-            )
-        else:
-            listed = lists + row * CANDIDATES
-            found = _settle(
-                listed, within, vocab, plan, within, k, p, least, heat, key, scratch, RANKED, TILE, False
-            )
+        in_row = (within > CANDIDATES).to(tl.int32)
+        size = tl.where(in_row > 0, vocab, within)
+        this_row = logits + row * row_stride
+        listed = lists + row * CANDIDATES
+        found = _settle(
+            this_row, listed, in_row, size, vocab, plan, within, k, p, least, heat, key, scratch, RANKED, TILE
+        )
         num_chunks = tl.cdiv(vocab, CHUNK)
         chunks = tl.arange(0, CHUNKS_PADDED)
-        above = tl.load(best + row * num_chunks + chunks, mask=chunks < num_chunks, other=NONE)
-        token = id_in(tl.maximum(found, tl.max(above)))
+        best = tl.load(above + row * num_chunks + chunks, mask=chunks < num_chunks, other=NONE)
+        token = id_in(tl.maximum(found, tl.max(best)))
         # nothing may be kept of a row that is not finite
         tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))

@@ -23,13 +23,19 @@ from hybridserve.kernels.sampler.triton_resolve import resolve
 
 @dataclass(frozen=True)
 class Tuning:
-    """Sizes that change speed, and rounding by way of `chunk`, but nothing else. All are powers of two."""
+    """Sizes that change speed, and rounding by way of `chunk`, but nothing else. Powers of two."""
 
     chunk: int = 4096
-    """Columns that one program reads."""
+    """Columns that one program of the first pass reads."""
+    gathered: int = 2048
+    """Columns that one program of the second pass reads."""
+    programs: int = 2048
+    """Of the second pass, enough to fill a GPU; with more rows each goes through up to eight chunks."""
+    piece: int = 512
+    """Columns looked at together where a program of either goes through its own again."""
     sample: int = 8192
     """Logits of a row that its pivots are chosen from."""
-    bins: int = 256
+    bins: int = 512
     """Of the histogram of that sample."""
     candidates: int = 32768
     """Tokens that may be gathered around a boundary; where it takes more, the row is scanned whole."""
@@ -99,7 +105,7 @@ def _launch(
     """keys: with positions, the seeds."""
     num_rows, vocab = logits.shape
     device, hashed = logits.device, positions is not None
-    num_chunks = triton.cdiv(vocab, tuning.chunk)
+    num_chunks, num_parts = triton.cdiv(vocab, tuning.chunk), triton.cdiv(vocab, tuning.gathered)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     finite = torch.empty(num_rows, dtype=torch.bool, device=device)
     if not num_rows:
@@ -108,6 +114,7 @@ def _launch(
     floats = torch.empty(num_rows, FLOATS, num_chunks, device=device)
     counts = torch.empty(num_rows, PIVOTS, num_chunks, dtype=torch.int32, device=device)
     best = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=device)
+    above = torch.empty(num_rows, num_parts, dtype=torch.int64, device=device)
     plans = torch.empty(num_rows, PLAN, dtype=torch.float64, device=device)
     gathered = torch.empty(num_rows, dtype=torch.int32, device=device)
     lists = torch.empty(num_rows, tuning.candidates, dtype=torch.int64, device=device)
@@ -116,7 +123,6 @@ def _launch(
     rows, chunks = (num_rows,), (num_rows * num_chunks,)
     given = (logits, logits.stride(0), vocab)
     options = (temperature, top_k, top_p, min_p)
-    padded = triton.next_power_of_2(num_chunks)
     choose_pivots[rows](
         *given,
         *options,
@@ -141,7 +147,9 @@ def _launch(
         CANDIDATES=tuning.candidates,
         PIVOTS=PIVOTS,
         PADDED=PIVOTS_PADDED,
-        num_warps=8,
+        TILE=min(tuning.piece, tuning.chunk),
+        num_warps=4,
+        maxnreg=80,
     )
     locate[rows](
         vocab,
@@ -155,27 +163,32 @@ def _launch(
         tokens,
         finite,
         CHUNK=tuning.chunk,
-        CHUNKS_PADDED=padded,
+        CHUNKS_PADDED=triton.next_power_of_2(num_chunks),
         CANDIDATES=tuning.candidates,
         PIVOTS=PIVOTS,
         PADDED=PIVOTS_PADDED,
         PLAN=PLAN,
         num_warps=4,
     )
-    gather_between[chunks](
+    # where there are many rows, programs without anything to do would cost more than longer ones
+    share = max(1, min(8, num_rows * num_parts // tuning.programs))
+    gather_between[(num_rows * triton.cdiv(num_parts, share),)](
         *given,
+        share,
         temperature,
         keys,
         positions,
         plans,
         gathered,
         lists,
-        best,
+        above,
         HASHED=hashed,
-        CHUNK=tuning.chunk,
+        CHUNK=tuning.gathered,
         CANDIDATES=tuning.candidates,
         PLAN=PLAN,
-        num_warps=8,
+        TILE=min(tuning.piece, tuning.gathered),
+        num_warps=4,
+        maxnreg=96,
     )
     resolve[rows](
         *given,
@@ -186,11 +199,11 @@ def _launch(
         gathered,
         lists,
         scratch,
-        best,
+        above,
         tokens,
         HASHED=hashed,
-        CHUNK=tuning.chunk,
-        CHUNKS_PADDED=padded,
+        CHUNK=tuning.gathered,
+        CHUNKS_PADDED=triton.next_power_of_2(num_parts),
         CANDIDATES=tuning.candidates,
         RANKED=tuning.ranked,
         PLAN=PLAN,

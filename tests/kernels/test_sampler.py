@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from hybridserve.kernels.sampler import draw_key, penalize, rows_finite, sample, token_logprobs
+from hybridserve.kernels import sampler
+from hybridserve.kernels.sampler import draw_key, rows_finite, token_logprobs
+from hybridserve.kernels.sampler.cpu import penalize, sample
 from hybridserve.kernels.sampler.random import gumbel_noise
 from hybridserve.kernels.sampler.reference import kept_reference, sample_reference, scores_reference
 
@@ -190,6 +192,29 @@ def test_token_logprobs_of_a_tiny_vocabulary(num_top):
     _, _, top_ids, top = token_logprobs(logits, torch.tensor([0, 1]), num_top)
     assert top_ids.shape == top.shape == (2, num_top)
     assert torch.equal(top_ids, logits.sort(dim=-1, descending=True, stable=True)[1][:, :num_top])
+
+
+def test_batches_as_on_a_gpu():
+    """Seeds hashed as by `draw_key`, the flag beside the tokens, and broken rows that harm nobody."""
+    seeds, positions = [0, 2**63 - 1, -(2**63), -1, 12345, 7], [3, 2**40, 7, 1, 131072, 0]
+    logits, given = torch.randn(6, 300) * 2, options(6, 3)
+    given["keys"] = torch.tensor([draw_key(s, p) for s, p in zip(seeds, positions, strict=True)])
+    expected = sample(logits, **given)
+    del given["keys"]
+    tokens, finite = sampler.sample_seeded(
+        logits, **given, seeds=torch.tensor(seeds), positions=torch.tensor(positions)
+    )
+    assert torch.equal(tokens, expected)
+    assert bool(finite.all())
+    logits[0], logits[1, 5], logits[2, 7] = torch.nan, torch.inf, -torch.inf
+    given["keys"] = torch.tensor([draw_key(s, p) for s, p in zip(seeds, positions, strict=True)])
+    tokens, finite = sampler.sample(logits, **given)
+    assert finite.tolist() == [False] * 3 + [True] * 3
+    assert torch.equal(tokens[3:], expected[3:])
+    picked, flags = sampler.greedy(logits)
+    assert torch.equal(flags, finite)
+    assert torch.equal(picked[3:], logits[3:].argmax(-1))
+    assert all(0 <= t < 300 for t in [*tokens.tolist(), *picked.tolist()])
 
 
 def test_rows_finite():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridserve.kernels.sampler import cpu
+from hybridserve.kernels.sampler import cpu, cpu_batch
 from hybridserve.kernels.sampler.triton_greedy import greedy
 from hybridserve.kernels.sampler.triton_penalties import bias_batch, penalize_batch
 
@@ -40,6 +40,18 @@ def test_penalties_are_the_cpu_paths(device, id_dtype):
         penalize_batch(edited, *given, counts=table)
         assert torch.equal(edited.cpu(), expected)
     assert not bool(counts.any())
+    plain = logits.clone()
+    cpu_batch.penalize_batch(plain, *(x.cpu() for x in given))
+    assert torch.equal(plain, expected)
+
+
+def test_plain_penalties_round_alike_on_a_gpu(gpu):
+    """The benchmark's truth is the plain form there: dividing by a number would multiply by a reciprocal."""
+    logits, ids = torch.randn(5000) * 3, torch.arange(5000)
+    moved = logits.to(gpu)
+    cpu.penalize(logits, ids[:2500], ids[2500:], 1.1, 0.5, 0.1)
+    cpu.penalize(moved, ids[:2500].to(gpu), ids[2500:].to(gpu), 1.1, 0.5, 0.1)
+    assert torch.equal(moved.cpu(), logits)
 
 
 def test_penalties_of_half_precision_logits(device):
@@ -52,8 +64,12 @@ def test_penalties_of_half_precision_logits(device):
     expected[0, [1, 2]] -= 1.5
     expected[0, 3] -= 2.0
     expected[1, 5] -= 2.5
-    penalize_batch(logits, ids, lens * 0, lens, one, one, one * 0.5)
+    plain = logits.clone().cpu()
+    given = [ids, lens * 0, lens, one, one, one * 0.5]
+    penalize_batch(logits, *given)
     assert torch.equal(logits, expected.bfloat16())
+    cpu_batch.penalize_batch(plain, *(x.cpu() for x in given))
+    assert torch.equal(plain, logits.cpu())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -63,7 +79,10 @@ def test_biases_then_bans(device, dtype):
     bias_ids = torch.tensor([[7, 499, -1], [-1, -1, -1], [0, 1, 2]], device=device)
     biases = torch.tensor([[100.0, -3.5, 9.0], [1.0, 2.0, 3.0], [0.5, 0.25, 50.0]], device=device)
     banned = torch.tensor([[7, -1], [-1, 500], [3, 2]], device=device)
+    plain = logits.clone().cpu()
     bias_batch(logits, bias_ids, biases, banned)
+    cpu_batch.bias_batch(plain, bias_ids.cpu(), biases.cpu(), banned.cpu())
+    assert torch.equal(plain, logits.cpu())
     lowest = torch.finfo(dtype).min
     assert logits[0, 7] == lowest
     assert logits[2, 2] == logits[2, 3] == lowest

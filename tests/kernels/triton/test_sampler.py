@@ -9,14 +9,14 @@ from hybridserve.kernels.sampler import cpu, draw_key
 from hybridserve.kernels.sampler import triton_sample as module
 from hybridserve.kernels.sampler.random import FIRST, GOLDEN, MASK, SECOND, gumbel_noise
 from hybridserve.kernels.sampler.triton_greedy import greedy
-from hybridserve.kernels.sampler.triton_math import noise_of
+from hybridserve.kernels.sampler.triton_math import least_exponential, noise_of
 from hybridserve.kernels.sampler.triton_sample import SERVED, Tuning, sample, sample_seeded
 from hybridserve.kernels.testing import poisoned_memory
 
 # small enough that a thousand logits take every path: many chunks, narrowing, ranking
-SMALL = Tuning(chunk=256, sample=256, bins=64, candidates=256, ranked=16, tile=256)
+SMALL = Tuning(chunk=256, gathered=256, sample=256, bins=64, candidates=256, ranked=16, tile=256)
 # nothing fits what is gathered, so that whole rows are scanned
-SCANNING = Tuning(chunk=256, sample=256, bins=64, candidates=2, ranked=16, tile=512)
+SCANNING = Tuning(chunk=256, gathered=512, programs=2, sample=256, bins=64, candidates=2, ranked=16, tile=512)
 NAMES = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -62,9 +62,10 @@ def assert_agrees(logits: torch.Tensor, given: dict[str, torch.Tensor], tuning: 
 
 
 @triton.jit
-def _store_noise(key, noise, COUNT: tl.constexpr):
+def _store_noise(key, noise, bound, COUNT: tl.constexpr):
     ids = tl.arange(0, COUNT)
     tl.store(noise + ids, noise_of(tl.load(key).to(tl.uint64), ids))
+    tl.store(bound + ids, least_exponential(tl.load(key).to(tl.uint64), ids))
 
 
 def unmixed(z: int) -> int:
@@ -80,13 +81,33 @@ def test_noise_is_the_references(device):
     drawn = [0, 1 << 11, 12345 << 11, 1 << 40, 1 << 58, 1 << 63, MASK - (1 << 45), MASK]
     keys = [draw_key(3, 9) & MASK] + [(unmixed(z) - GOLDEN) & MASK for z in drawn]
     for key in keys:
-        noise = torch.empty(512, device=device)
+        noise, bound = torch.empty(2, 512, device=device)
         signed = key - 2**64 if key >> 63 else key
-        _store_noise[(1,)](torch.tensor([signed], device=device), noise, 512)
+        _store_noise[(1,)](torch.tensor([signed], device=device), noise, bound, 512)
         expected = torch.tensor([gumbel_noise(key, i) for i in range(512)])
         error = (noise.cpu() - expected).abs()
         # rounding a number near 1 to fp32 moves its noise, which is negative then and hardly ever the largest
         assert bool((error <= torch.where(expected > 0, 2e-6, 1e-4)).all())
+        exponential = expected.double().neg().exp()
+        assert bool((bound.cpu() <= exponential * 1.00001).all())
+        # near it where a token may win, but for the 32 bits that are looked at
+        near = (exponential > 2**-24) & (exponential < 0.4)
+        assert bool((bound.cpu() >= exponential * 0.99)[near].all())
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 600}, {"top_p": 0.99999}])
+def test_nearly_equal_scores_are_told_apart(device, filters):
+    """A bound of the noise leaves many tokens then: logits that undo the noise, but for one token."""
+    given = same_options(3, **filters)
+    noise = torch.tensor([[gumbel_noise(k & MASK, i) for i in range(700)] for k in given["keys"].tolist()])
+    logits = -noise
+    winners = torch.tensor([5, 300, 699])
+    logits[torch.arange(3), winners] += 1e-3
+    tokens, _ = sample(logits.to(device), **on(device, given), tuning=SMALL)
+    expected = cpu.sample(logits, **given)
+    assert torch.equal(tokens.cpu(), expected)
+    if not filters:
+        assert torch.equal(expected, winners)
 
 
 @pytest.mark.parametrize("tuning", [SMALL, SCANNING], ids=["gathered", "scanned"])
@@ -124,6 +145,38 @@ def test_agrees_with_the_sizes_that_are_served(device):
     given = options(count) if count > 1 else same_options(1, temperature=0.7, top_p=0.9)
     for logits in (torch.randn(count, vocab) * 1.3, peaked):
         assert_agrees(logits.to(device), given, SERVED)
+
+
+@pytest.mark.parametrize("heavy", [0.0, 7.0, 7.5])
+def test_pivots_leave_few_tokens_about_the_boundary(device, heavy):
+    """Also where one token is a third of the sample's mass, and a far smaller share of the row's.
+
+    Were the boundary not between two pivots, or too much between them, the row would be scanned repeatedly.
+    """
+    vocab, count, candidates = 60000, 4, 8192
+    logits = torch.randn(count, vocab) * 1.3
+    logits[:, 5] = torch.maximum(logits[:, 5], torch.tensor(heavy))
+    given = on(device, same_options(count, temperature=0.7, top_p=0.9))
+    pivots = torch.zeros(count, module.PIVOTS_PADDED, device=device)
+    module.choose_pivots[(count,)](
+        logits.to(device),
+        vocab,
+        vocab,
+        *(given[name] for name in NAMES),
+        pivots,
+        SAMPLE=4096,
+        BINS=512,
+        CANDIDATES=candidates,
+        PADDED=module.PIVOTS_PADDED,
+    )
+    for row, found in zip(logits, pivots.cpu(), strict=True):
+        ranked = row.sort(descending=True).values
+        weights = ((ranked - ranked[0]).double() / 0.7).exp()
+        boundary = ranked[((weights.cumsum(0) - weights) < 0.9 * weights.sum()).sum() - 1]
+        inside, outside = found[found >= boundary], found[found < boundary]
+        assert len(inside)
+        assert len(outside)
+        assert int(((row > outside.max()) & (row <= inside.min())).sum()) <= candidates
 
 
 @pytest.mark.parametrize("vocab", [1000, 8192, 50257, 248320])
