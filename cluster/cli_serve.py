@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 import yaml
 
+from hybridserve.cluster.plan import check_shards
 from hybridserve.cluster.serve_process import ServeProcess
 from hybridserve.cluster.settings import AppSettings, load_settings
 
@@ -74,7 +75,9 @@ def read_serve_file(config: Path, port: int | None = None) -> ServeFile:
         raise ValueError(f"{config} has no application with import_path {BUILDER}")
     settings = load_settings(ours[0].get("args", {}), Path.cwd())
     # the engine's own bounds, which would otherwise be told only after a cluster has started
-    settings.engine_config("cpu")
+    for spec in settings.pool_specs():
+        settings.engine_config("cpu", spec)
+    check_shards(settings)
     http = dict(content.get("http_options") or {})
     if port is not None:
         http["port"] = port

@@ -4,7 +4,7 @@ Owns what a user may write; an unknown or bad key is an error that names it. Kno
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,10 +16,16 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from hybridserve.cluster.cli_sizes import parse_size
+from hybridserve.cluster.routing.pool_spec import PoolLimits, PoolSpec, ReplicaRange
 from hybridserve.replicas.engine.config import EngineConfig
+
+ONLY_POOL = "pool"
+"""The name of the pool of a configuration that names none."""
+_BUDGET_PER_SEQUENCE = 4096
 
 
 def _read_size(value: object, info: ValidationInfo) -> object:
@@ -29,6 +35,8 @@ def _read_size(value: object, info: ValidationInfo) -> object:
 
 Size = Annotated[int, BeforeValidator(_read_size), Field(gt=0)]
 PositiveInt = Annotated[int, Field(gt=0, strict=True)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -72,7 +80,15 @@ class ServingSettings(_Section):
     max_batch_size: PositiveInt = 64
     """Sequences in one step, at most."""
     max_concurrent_requests: PositiveInt = 256
-    """Requests in flight, over all ingress replicas; more are answered 429."""
+    """Requests in flight in a pool, over all ingress replicas; more are answered 429."""
+    token_budget: PositiveInt | None = None
+    """Outstanding tokens of one replica, prompts and expected answers; more are answered 429. By default
+    4,096 for each sequence of a step."""
+    queue_deadline_s: PositiveSeconds = 30.0
+    """A request that would wait longer for its turn is answered 429."""
+    normal_priority_share: Share = 0.9
+    """Of budget and deadline, for requests of priority "normal"; "high" has all of both."""
+    low_priority_share: Share = 0.5
     max_num_batched_tokens: PositiveInt | None = None
     cache_memory: Size | None = None
     """Of one shard's arena, like "512MiB"; by default what the engine finds room for."""
@@ -87,6 +103,68 @@ class ServingSettings(_Section):
     """How long loading the model may take."""
     longest_answer_s: PositiveSeconds = 600.0
     """How long a replica that is being stopped may go on with what it has begun."""
+
+    @property
+    def limits(self) -> PoolLimits:
+        return PoolLimits(
+            max_concurrent_requests=self.max_concurrent_requests,
+            token_budget=self.token_budget or _BUDGET_PER_SEQUENCE * self.max_batch_size,
+            queue_deadline_s=self.queue_deadline_s,
+            normal_priority_share=self.normal_priority_share,
+            low_priority_share=self.low_priority_share,
+        )
+
+
+class AutoscalingSettings(_Section):
+    """When pools whose `replicas` are a range grow and shrink."""
+
+    target_load: Share = 0.5
+    """Of a replica's token budget: a pool has as many replicas as keep the outstanding tokens below it."""
+    max_queue_age_s: PositiveSeconds = 5.0
+    """A request that has waited longer for its first token asks for one more replica."""
+    max_arena_use: Share = 0.9
+    """Of the replicas' arenas, on average; more asks for more replicas."""
+    scale_up_after_s: Seconds = 5.0
+    """How long more replicas must have been wanted."""
+    scale_down_after_s: Seconds = 120.0
+    """How long fewer replicas must have been enough."""
+    max_gpus: PositiveInt | None = None
+    """GPUs of all pools together; by default those that the cluster has."""
+
+
+class ReplicaSettings(_Section):
+    """A pool's replicas, when they are a range."""
+
+    min: Annotated[int, Field(ge=0, strict=True)]
+    """0 gives the pool's GPUs back while nobody asks; the first request then waits for a start."""
+    max: PositiveInt
+
+    @model_validator(mode="after")
+    def _check_order(self) -> "ReplicaSettings":
+        if self.min > self.max:
+            raise ValueError(f"min must be at most max, got min {self.min} and max {self.max}")
+        return self
+
+
+class PoolSettings(_Section):
+    """One pool: the replicas for one bucket of lengths."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
+    max_prompt_tokens: PositiveInt | None = None
+    """The longest of the bucket, counting a stated `max_tokens` too; none for the last pool."""
+    tensor_parallel_size: PositiveInt | None = None
+    """By default `parallel.tensor_parallel_size`."""
+    replicas: PositiveInt | ReplicaSettings = 1
+    borrows: tuple[str, ...] | None = None
+    """Longer pools that may serve this bucket while they are idle; by default all of them."""
+    serving: Mapping[str, object] = Field(default_factory=dict)
+    """What is different from the section `serving` for this pool."""
+
+    @property
+    def replica_range(self) -> ReplicaRange:
+        if isinstance(self.replicas, int):
+            return ReplicaRange(self.replicas, self.replicas)
+        return ReplicaRange(self.replicas.min, self.replicas.max)
 
 
 class IngressSettings(_Section):
@@ -103,23 +181,111 @@ class AppSettings(_Section):
     parallel: ParallelSettings = ParallelSettings()
     serving: ServingSettings = ServingSettings()
     ingress: IngressSettings = IngressSettings()
+    autoscaling: AutoscalingSettings = AutoscalingSettings()
+    pools: tuple[PoolSettings, ...] = ()
+    """By length, the last without a bound; none: one pool for everything."""
 
-    def engine_config(self, device: Literal["cpu", "cuda"]) -> EngineConfig:
-        """The engine's options. Raises ValueError naming an option that is out of its bounds."""
+    @model_validator(mode="after")
+    def _check_pools(self) -> "AppSettings":
+        check_pools(self.pools)
+        for pool in self.pools:
+            _merge_serving(self.serving, pool)
+        return self
+
+    def serving_of(self, pool: str) -> ServingSettings:
+        """The section `serving` as it is for that pool."""
+        for one in self.pools:
+            if one.name == pool:
+                return _merge_serving(self.serving, one)
+        return self.serving
+
+    def pool_specs(self) -> tuple[PoolSpec, ...]:
+        """The pools by length, everything resolved."""
+        tp_size = self.parallel.tensor_parallel_size
+        pools = self.pools or (PoolSettings(name=ONLY_POOL),)
+        specs, above = [], 0
+        for index, pool in enumerate(pools):
+            longer = tuple(other.name for other in pools[index + 1 :])
+            specs.append(
+                PoolSpec(
+                    name=pool.name,
+                    min_prompt_tokens=above,
+                    max_prompt_tokens=pool.max_prompt_tokens,
+                    tensor_parallel_size=pool.tensor_parallel_size or tp_size,
+                    replicas=pool.replica_range,
+                    borrows=longer
+                    if pool.borrows is None
+                    else tuple(name for name in longer if name in pool.borrows),
+                    limits=self.serving_of(pool.name).limits,
+                )
+            )
+            above = pool.max_prompt_tokens or 0
+        return tuple(specs)
+
+    def engine_config(self, device: Literal["cpu", "cuda"], pool: PoolSpec | None = None) -> EngineConfig:
+        """The options of a pool's engine, by default of the first pool's.
+
+        Raises:
+            ValueError: an option is out of its bounds; the message names it.
+        """
+        pool = pool or self.pool_specs()[0]
+        serving = self.serving_of(pool.name)
         return EngineConfig(
             model=self.model.path,
             dtype=self.model.precision,
             device=device,
-            tensor_parallel_size=self.parallel.tensor_parallel_size,
+            tensor_parallel_size=pool.tensor_parallel_size,
             max_model_len=self.model.max_context_length,
-            max_num_seqs=self.serving.max_batch_size,
-            max_num_batched_tokens=self.serving.max_num_batched_tokens,
-            gpu_memory_utilization=self.serving.gpu_memory_utilization,
-            cache_memory_bytes=self.serving.cache_memory,
-            page_size=self.serving.page_size,
+            max_num_seqs=serving.max_batch_size,
+            max_num_batched_tokens=serving.max_num_batched_tokens,
+            gpu_memory_utilization=serving.gpu_memory_utilization,
+            cache_memory_bytes=serving.cache_memory,
+            page_size=serving.page_size,
             load_format=self.model.load_format,
-            num_threads=self.serving.num_threads,
+            num_threads=serving.num_threads,
         )
+
+
+def check_pools(pools: Sequence[PoolSettings]) -> None:
+    """Raise ValueError unless the pools' names and buckets make sense together."""
+    names = [pool.name for pool in pools]
+    above = 0
+    for index, pool in enumerate(pools):
+        where = f"pools[{index}] ({pool.name})"
+        if names.index(pool.name) != index:
+            raise ValueError(f"{where}: name is taken by pools[{names.index(pool.name)}], got {pool.name!r}")
+        bound = pool.max_prompt_tokens
+        last = index == len(pools) - 1
+        if last and bound is not None:
+            raise ValueError(
+                f"{where}: max_prompt_tokens must be left out in the last pool, which takes all that is "
+                f"longer than {above}; got {bound}"
+            )
+        if not last and bound is None:
+            raise ValueError(f"{where}: max_prompt_tokens is missing; only the last pool has no bound")
+        if bound is not None and bound <= above:
+            raise ValueError(
+                f"{where}: max_prompt_tokens must be more than the {above} of the pool before it, got {bound}"
+            )
+        for name in pool.borrows or ():
+            if name not in names[index + 1 :]:
+                known = ", ".join(names[index + 1 :]) or "there are none"
+                raise ValueError(f"{where}: borrows must name longer pools ({known}), got {name!r}")
+        above = bound or above
+
+
+def _merge_serving(serving: ServingSettings, pool: PoolSettings) -> ServingSettings:
+    """Raises ValueError naming the pool and the key."""
+    if "device" in pool.serving:
+        raise ValueError(
+            f"pools ({pool.name}).serving.device: all pools run on the device of the section serving, "
+            f"got {pool.serving['device']!r}"
+        )
+    try:
+        return ServingSettings.model_validate({**serving.model_dump(exclude_unset=True), **pool.serving})
+    except ValidationError as error:
+        what = "; ".join(_describe(one, f"pools ({pool.name}).serving.") for one in error.errors())
+        raise ValueError(what) from None
 
 
 def in_settings_words(message: str) -> str:
@@ -135,18 +301,27 @@ def in_settings_words(message: str) -> str:
     return re.sub(rf"\b({'|'.join(words)})\b", lambda found: words[found[0]], message)
 
 
+def parse_settings(args: object) -> AppSettings:
+    """Settings from YAML `args`; the model's path is not looked at.
+
+    Raises:
+        ValueError: a key is unknown, missing or has a bad value; each is named.
+    """
+    if not isinstance(args, Mapping):
+        raise ValueError(f"bad configuration: args must be a mapping of keys to values, got {args!r}")
+    try:
+        return AppSettings.model_validate(dict(args))
+    except ValidationError as error:
+        raise ValueError("bad configuration: " + "; ".join(map(_describe, error.errors()))) from None
+
+
 def load_settings(args: object, base: Path) -> AppSettings:
     """Settings from YAML `args`, the model's path made absolute against `base`.
 
     Raises:
         ValueError: a key is unknown, missing or has a bad value (each is named), or the model is not there.
     """
-    if not isinstance(args, Mapping):
-        raise ValueError(f"bad configuration: args must be a mapping of keys to values, got {args!r}")
-    try:
-        settings = AppSettings.model_validate(dict(args))
-    except ValidationError as error:
-        raise ValueError("bad configuration: " + "; ".join(map(_describe, error.errors()))) from None
+    settings = parse_settings(args)
     path = (base / Path(settings.model.path).expanduser()).resolve()
     if path.is_file():
         raise ValueError(
@@ -160,12 +335,15 @@ def load_settings(args: object, base: Path) -> AppSettings:
     return settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(path)})})
 
 
-def _describe(error: Mapping[str, object]) -> str:
-    key = ".".join(map(str, error["loc"]))
+def _describe(error: Mapping[str, object], section: str = "") -> str:
+    key = section + ".".join(map(str, error["loc"]))
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if not key:
+        # a rule over several sections names them itself
+        return message
     if error["type"] == "extra_forbidden":
         return f"unknown key {key}"
     if error["type"] == "missing":
         return f"{key} is missing"
-    message = str(error["msg"]).removeprefix("Value error, ")
     got = "" if "got" in message else f", got {error['input']!r}"
     return f"{key}: {message[0].lower()}{message[1:]}{got}"

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgpack
 
-from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput, TokenLogprobs
+from hybridserve.cluster.routing.load import ReplicaLoad
+from hybridserve.replicas.engine.plan import EngineOutput, TokenLogprobs
 
 KEY_BYTES = 16
 MAX_FRAME_BYTES = 16 * 2**20
@@ -53,8 +54,10 @@ class Entry:
 class News:
     """One step's news for one ingress; without entries it says only how busy the engine is."""
 
-    load: EngineLoad | None
+    load: ReplicaLoad | None
     entries: tuple[Entry, ...] = ()
+    replica: str = ""
+    """Who reports the load, by the name that routing knows it by."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +86,16 @@ def pack_entry(entry: Entry) -> bytes:
     return msgpack.packb(fields)
 
 
-def pack_news(load: EngineLoad | None, packed_entries: list[bytes]) -> bytes:
+def pack_news(load: ReplicaLoad | None, packed_entries: list[bytes], replica: str = "") -> bytes:
     """A news frame with its length in front.
 
     Raises:
         FrameError: the frame would be longer than MAX_FRAME_BYTES.
     """
     packer = msgpack.Packer(autoreset=False)
-    packer.pack_array_header(3)
+    packer.pack_array_header(4)
     packer.pack(_NEWS)
+    packer.pack(replica)
     packer.pack(None if load is None else astuple(load))
     packer.pack_array_header(len(packed_entries))
     return _with_length(b"".join((packer.bytes(), *packed_entries)))
@@ -125,8 +129,11 @@ def unpack(body: bytes) -> News | Cancel:
             (key,) = fields
             return Cancel(_key(key))
         if kind == _NEWS:
-            load, entries = fields
-            return News(None if load is None else EngineLoad(*load), tuple(_entry(one) for one in entries))
+            replica, load, entries = fields
+            if not isinstance(replica, str):
+                raise ValueError(f"a replica's name is a string, got {replica!r}")
+            known = None if load is None else ReplicaLoad(*load)
+            return News(known, tuple(_entry(one) for one in entries), replica)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise FrameError(f"malformed frame of {len(body)} bytes: {error}") from error
     raise FrameError(f"unknown kind of frame {kind!r}")

@@ -7,7 +7,9 @@ that nobody registered is dropped and counted.
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from hybridserve.cluster.bus.frames import (
     KEY_BYTES,
@@ -20,7 +22,8 @@ from hybridserve.cluster.bus.frames import (
     pack_cancel,
     unpack,
 )
-from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
+from hybridserve.cluster.routing.load import ReplicaLoad
+from hybridserve.replicas.engine.plan import EngineOutput
 
 logger = logging.getLogger(__name__)
 
@@ -34,17 +37,35 @@ class Stream:
     """None is for the stream's owner to put: a wake-up without news."""
     writer: asyncio.StreamWriter | None = None
     """The connection that the last news came by."""
+    on_accepted: Callable[[], None] | None = None
+    """Called once, when an engine has taken the request and its load counts it."""
+
+
+class LoadObserver(Protocol):
+    """Who follows the replicas' loads."""
+
+    def observe(self, replica: str, load: ReplicaLoad) -> None: ...
+
+    def forget(self, replica: str) -> None:
+        """The replica's connection has ended."""
 
 
 class BusListener:
-    """Listens on `host` at a free port from `start` to `close`."""
+    """Listens on `host` at a free port from `start` to `close`.
 
-    def __init__(self, host: str) -> None:
+    Args:
+        host: of this machine, as engines reach it.
+        observer: is told every load, before the news that came with it.
+    """
+
+    def __init__(self, host: str, observer: LoadObserver | None = None) -> None:
         self._host = host
+        self._observer = observer
         self._port = 0
         self._server: asyncio.Server | None = None
         self._streams: dict[bytes, Stream] = {}
-        self._loads: dict[asyncio.StreamWriter, EngineLoad] = {}
+        self._loads: dict[asyncio.StreamWriter, ReplicaLoad] = {}
+        self._names: dict[asyncio.StreamWriter, str] = {}
         self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
         self.dropped_entries = 0
 
@@ -60,14 +81,14 @@ class BusListener:
         await asyncio.gather(*self._connections.values(), return_exceptions=True)
 
     @property
-    def loads(self) -> list[EngineLoad]:
+    def loads(self) -> list[ReplicaLoad]:
         """The last load of every engine that is connected."""
         return list(self._loads.values())
 
-    def open_stream(self, attempt: int = 0) -> Stream:
+    def open_stream(self, attempt: int = 0, on_accepted: Callable[[], None] | None = None) -> Stream:
         assert self._port, "the listener must be started first"
         reply_to = ReplyTo(self._host, self._port, secrets.token_bytes(KEY_BYTES), attempt)
-        stream = Stream(reply_to)
+        stream = Stream(reply_to, on_accepted=on_accepted)
         self._streams[reply_to.key] = stream
         return stream
 
@@ -98,6 +119,7 @@ class BusListener:
         finally:
             self._connections.pop(writer, None)
             self._loads.pop(writer, None)
+            self._forget(writer)
             writer.close()
 
     def _receive(self, message: News | Cancel, writer: asyncio.StreamWriter) -> None:
@@ -105,10 +127,22 @@ class BusListener:
             raise FrameError("a cancel, where only news are expected")
         if message.load is not None:
             self._loads[writer] = message.load
+            if self._observer is not None:
+                self._names[writer] = message.replica
+                self._observer.observe(message.replica, message.load)
         for entry in message.entries:
             stream = self._streams.get(entry.key)
             if stream is None or stream.reply_to.attempt != entry.attempt:
                 self.dropped_entries += 1
                 continue
             stream.writer = writer
+            if stream.on_accepted is not None:
+                stream.on_accepted()
+                stream.on_accepted = None
             stream.news.put_nowait(entry.output)
+
+    def _forget(self, writer: asyncio.StreamWriter) -> None:
+        """An engine that dials anew may do so before its old connection is seen to end."""
+        name = self._names.pop(writer, None)
+        if self._observer is not None and name is not None and name not in self._names.values():
+            self._observer.forget(name)

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from hybridserve.cluster.bus.frames import (
     MAX_FRAME_BYTES,
@@ -19,7 +19,7 @@ from hybridserve.cluster.bus.frames import (
     pack_news,
     unpack,
 )
-from hybridserve.replicas.engine.plan import EngineLoad
+from hybridserve.cluster.routing.load import ReplicaLoad
 
 Address = tuple[str, int]
 
@@ -41,7 +41,7 @@ class Channel:
         self,
         address: Address,
         on_cancel: Callable[[bytes], None],
-        load: Callable[[], EngineLoad | None],
+        load_frame: Callable[[], bytes],
         max_backlog_bytes: int,
         idle_s: float,
     ) -> None:
@@ -50,7 +50,7 @@ class Channel:
         self.streams = 0
         self.dropped_frames = 0
         self._on_cancel = on_cancel
-        self._load = load
+        self._load_frame = load_frame
         self._max_backlog_bytes = max_backlog_bytes
         self._idle_s = idle_s
         self._backlog: deque[bytes] = deque()
@@ -121,7 +121,7 @@ class Channel:
                 async with asyncio.timeout(self._idle_s):
                     await self._wake.wait()
             except TimeoutError:
-                self.send(pack_news(self._load(), []))
+                self.send(self._load_frame())
             self._wake.clear()
             while self._backlog:
                 frame = self._backlog.popleft()
@@ -146,26 +146,31 @@ class BusSender:
         load: gives the load for a frame's header.
         max_backlog_bytes: unsent bytes an ingress may let pile up before its backlog is dropped.
         idle_s: seconds of silence after which a frame with the load alone is sent.
+        replica: the name that routing knows this engine by.
     """
 
     def __init__(
         self,
         on_cancel: Callable[[bytes], None],
-        load: Callable[[], EngineLoad | None],
+        load: Callable[[], ReplicaLoad | None],
         max_backlog_bytes: int = 2 * MAX_FRAME_BYTES,
         idle_s: float = _IDLE_S,
+        replica: str = "",
     ) -> None:
         self._on_cancel = on_cancel
         self._load = load
         self._max_backlog_bytes = max_backlog_bytes
         self._idle_s = idle_s
+        self._replica = replica
         self._channels: dict[Address, Channel] = {}
 
     def open_stream(self, address: Address) -> Channel:
         """The channel to `address`, kept up until as many `close_stream` calls."""
         channel = self._channels.get(address)
         if channel is None or channel.closed:
-            channel = Channel(address, self._on_cancel, self._load, self._max_backlog_bytes, self._idle_s)
+            channel = Channel(
+                address, self._on_cancel, self._load_frame, self._max_backlog_bytes, self._idle_s
+            )
             self._channels[address] = channel
         channel.streams += 1
         return channel
@@ -178,7 +183,7 @@ class BusSender:
     def send(self, channel: Channel, packed_entries: list[bytes]) -> None:
         """Send entries as one frame if they fit in one; an entry longer than a frame is lost."""
         try:
-            channel.send(pack_news(self._load(), packed_entries))
+            channel.send(pack_news(self._load(), packed_entries, self._replica))
         except FrameError as error:
             if len(packed_entries) == 1:
                 logger.warning("token bus: %s", error)
@@ -188,11 +193,14 @@ class BusSender:
             self.send(channel, packed_entries[:half])
             self.send(channel, packed_entries[half:])
 
-    def send_load(self) -> None:
-        """Tell every ingress the load at once, instead of after `idle_s`."""
+    def send_load(self, but: Collection[Channel] = ()) -> None:
+        """Tell every ingress but these the load at once, instead of after `idle_s`."""
         for channel in self._channels.values():
-            if not channel.closed:
-                channel.send(pack_news(self._load(), []))
+            if not channel.closed and channel not in but:
+                channel.send(self._load_frame())
+
+    def _load_frame(self) -> bytes:
+        return pack_news(self._load(), [], self._replica)
 
     async def close(self) -> None:
         for channel in self._channels.values():

@@ -25,7 +25,7 @@ from hybridserve.cluster.pool.interface import PoolClient, PoolError
 from hybridserve.replicas.text.tokenizer import Tokenizer
 
 GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
-_STATUS_PATHS = ("/v1/models", "/tokenize", "/detokenize", "/health", "/ready", "/metrics")
+_STATUS_PATHS = ("/v1/models", "/tokenize", "/detokenize", "/health", "/ready", "/metrics", "/pools")
 
 
 def build_api(
@@ -69,6 +69,7 @@ def _add_endpoints(api: FastAPI, service: Service) -> None:
         ("/health", status.health),
         ("/ready", status.ready),
         ("/metrics", status.metrics),
+        ("/pools", status.pools),
     ):
         api.add_route(path, endpoint, methods=["GET"])
 

@@ -12,10 +12,12 @@ from hybridserve.cluster.ingress.generation import Answer, Job, Piece, collect, 
 from hybridserve.cluster.ingress.json_text import to_json
 from hybridserve.cluster.ingress.logprobs import chat_logprobs, prompt_logprobs
 from hybridserve.cluster.ingress.params import fit_to_context, read_params
+from hybridserve.cluster.ingress.priority import read_priority
 from hybridserve.cluster.ingress.prompts import TokenizedPrompt
 from hybridserve.cluster.ingress.protocol import ChatRequest
 from hybridserve.cluster.ingress.service import Service
 from hybridserve.cluster.ingress.usage import new_id, usage
+from hybridserve.cluster.routing.admission import Priority
 from hybridserve.replicas.engine.plan import TokenLogprobs
 
 
@@ -27,25 +29,26 @@ class Chat:
 
     async def create(self, request: Request) -> Response:
         ask = await body.read(request, ChatRequest)
-        job = await self._prepare(ask)
+        job = await self._prepare(ask, read_priority(request))
         writer = ChatWriter(self._service, ask, job)
         if ask.stream:
             return sse.EventStream(writer.events(), self._service.report)
         answers = await unless_gone(request.receive, collect(self._service, job))
         return Response(to_json(writer.whole(answers)), media_type="application/json")
 
-    async def _prepare(self, ask: ChatRequest) -> Job:
+    async def _prepare(self, ask: ChatRequest, priority: Priority) -> Job:
         service = self._service
         service.check_model(ask.model)
         info = await service.info()
         newer = ask.max_completion_tokens is not None
+        max_tokens = ask.max_completion_tokens if newer else ask.max_tokens
         aliases = {"max_tokens": "max_completion_tokens"} if newer else {}
         params = read_params(
             ask,
             service.defaults,
             info,
             n=ask.n,
-            max_tokens=ask.max_completion_tokens if newer else ask.max_tokens,
+            max_tokens=max_tokens,
             logprobs=(ask.top_logprobs or 0) if ask.logprobs else None,
             prompt_logprobs=ask.prompt_logprobs,
             aliases=aliases,
@@ -60,7 +63,8 @@ class Chat:
             prompt_param="messages",
             max_tokens_param=aliases.get("max_tokens", "max_tokens"),
         )
-        return Job(new_id("chatcmpl"), [TokenizedPrompt(tuple(token_ids), None)], [params])
+        prompt = TokenizedPrompt(tuple(token_ids), None)
+        return Job(new_id("chatcmpl"), [prompt], [params], max_tokens, priority)
 
 
 class ChatWriter:

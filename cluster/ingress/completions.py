@@ -13,9 +13,11 @@ from hybridserve.cluster.ingress.generation import Answer, Job, Piece, collect, 
 from hybridserve.cluster.ingress.json_text import to_json
 from hybridserve.cluster.ingress.logprobs import CompletionLogprobs, prompt_logprobs
 from hybridserve.cluster.ingress.params import COMPLETION_MAX_TOKENS, fit_to_context, read_params
+from hybridserve.cluster.ingress.priority import read_priority
 from hybridserve.cluster.ingress.protocol import CompletionRequest
 from hybridserve.cluster.ingress.service import Service
 from hybridserve.cluster.ingress.usage import new_id, usage
+from hybridserve.cluster.routing.admission import Priority
 from hybridserve.replicas.engine.plan import TokenLogprobs
 
 
@@ -27,14 +29,14 @@ class Completions:
 
     async def create(self, request: Request) -> Response:
         ask = await body.read(request, CompletionRequest)
-        job = await self._prepare(ask)
+        job = await self._prepare(ask, read_priority(request))
         writer = CompletionWriter(self._service, ask, job)
         if ask.stream:
             return sse.EventStream(writer.events(), self._service.report)
         answers = await unless_gone(request.receive, collect(self._service, job))
         return Response(to_json(writer.whole(answers)), media_type="application/json")
 
-    async def _prepare(self, ask: CompletionRequest) -> Job:
+    async def _prepare(self, ask: CompletionRequest, priority: Priority) -> Job:
         service = self._service
         service.check_model(ask.model)
         info = await service.info()
@@ -58,7 +60,7 @@ class Completions:
             )
             for p in prompts
         ]
-        return Job(new_id("cmpl"), prompts, fitted)
+        return Job(new_id("cmpl"), prompts, fitted, ask.max_tokens, priority)
 
 
 @dataclass

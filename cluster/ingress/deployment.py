@@ -15,7 +15,10 @@ from hybridserve.cluster.bus.listener import BusListener
 from hybridserve.cluster.ingress.app import build_api
 from hybridserve.cluster.ingress.options import IngressOptions
 from hybridserve.cluster.pool.client import HandlePoolClient
-from hybridserve.cluster.router import LengthRouter
+from hybridserve.cluster.routing.admission import Admission
+from hybridserve.cluster.routing.length_router import LengthRouter, RoutedPool
+from hybridserve.cluster.routing.pool_spec import PoolSpec
+from hybridserve.cluster.routing.registry import pool_loads
 from hybridserve.cluster.settings import AppSettings
 from hybridserve.replicas.models.config import load_generation_defaults
 from hybridserve.replicas.sampling_params import MAX_N
@@ -36,15 +39,24 @@ class Ingress:
 
     Args:
         settings: of the application.
-        pool: handle of the pool's deployment.
+        pools: handles of the pools' deployments, by the pools' names.
     """
 
-    async def __init__(self, settings: AppSettings, pool: DeploymentHandle) -> None:
+    async def __init__(self, settings: AppSettings, pools: dict[str, DeploymentHandle]) -> None:
         self._settings = settings
-        self._listener = BusListener(ray.util.get_node_ip_address())
-        await self._listener.start()
-        client = HandlePoolClient(pool, self._listener, settings.serving.token_transport)
-        self._router = LengthRouter(client, _share(settings))
+        specs = settings.pool_specs()
+        self._router = LengthRouter([await self._open_pool(spec, pools[spec.name]) for spec in specs])
+
+    async def _open_pool(self, spec: PoolSpec, handle: DeploymentHandle) -> RoutedPool:
+        # Serve's router for the handle, in this same process, chooses replicas by these loads
+        loads = pool_loads(serve.get_replica_context().app_name, spec.name)
+        # one for each pool, so that whose replicas' reports come in is plain
+        listener = BusListener(ray.util.get_node_ip_address(), loads)
+        await listener.start()
+        serving = self._settings.serving_of(spec.name)
+        client = HandlePoolClient(handle, listener, serving.token_transport, loads)
+        admission = Admission(spec.name, spec.limits, self._settings.ingress.num_replicas)
+        return RoutedPool(spec, client, loads, admission)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Serve after the constructor."""
@@ -53,8 +65,7 @@ class Ingress:
             model_name=settings.model.served_name,
             max_body_bytes=settings.ingress.max_body_bytes,
             max_concurrent_requests=_share(settings),
-            # each answer is a request of the pool's: more than its share could never be admitted
-            max_choices=min(MAX_N, _share(settings)),
+            max_choices=min(MAX_N, self._router.max_choices),
             # Serve's proxy adds a header of that name itself
             name_requests=False,
         )
@@ -62,8 +73,8 @@ class Ingress:
         return build_api(self._router, tokenizer, options, load_generation_defaults(settings.model.path))
 
 
-def build_ingress(settings: AppSettings, pool: Application) -> Application:
-    """The ingress' deployment, bound to the pool's."""
+def build_ingress(settings: AppSettings, pools: dict[str, Application]) -> Application:
+    """The ingress' deployment, bound to the pools'."""
     deployment = serve.deployment(
         Ingress,
         name=INGRESS_NAME,
@@ -73,9 +84,10 @@ def build_ingress(settings: AppSettings, pool: Application) -> Application:
         graceful_shutdown_timeout_s=settings.serving.longest_answer_s,
         max_constructor_retry_count=1,
     )
-    return deployment.bind(settings, pool)
+    return deployment.bind(settings, pools)
 
 
 def _share(settings: AppSettings) -> int:
-    """Requests in flight that one ingress replica may admit."""
-    return -(-settings.serving.max_concurrent_requests // settings.ingress.num_replicas)
+    """Requests in flight that one ingress replica may admit to all pools."""
+    limits = (spec.limits.max_concurrent_requests for spec in settings.pool_specs())
+    return sum(-(-limit // settings.ingress.num_replicas) for limit in limits)

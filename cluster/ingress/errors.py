@@ -13,6 +13,9 @@ from starlette.responses import Response
 
 from hybridserve.cluster.ingress.json_text import to_json
 from hybridserve.cluster.pool.interface import PoolBusy, PoolError
+from hybridserve.cluster.routing.admission import RejectReason
+
+REJECT_REASON_HEADER = "x-hybridserve-reject-reason"
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,12 @@ def error_response(error: ApiError) -> Response:
     )
 
 
+def overloaded(message: str, retry_after: str, reason: RejectReason) -> ApiError:
+    """A 429 that says when to come back, in whole seconds, and for programs why."""
+    headers = {"Retry-After": retry_after, REJECT_REASON_HEADER: reason}
+    return ApiError(429, message, code="overloaded", headers=headers)
+
+
 def from_bounds(error: ValueError, aliases: Mapping[str, str] | None = None) -> ApiError:
     """A value refused by `SamplingParams`, whose messages begin with the field's name.
 
@@ -113,7 +122,7 @@ def translate(error: Exception, retry_after: str) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PoolBusy):
-        return ApiError(429, str(error), code="overloaded", headers={"Retry-After": str(error.retry_after_s)})
+        return overloaded(str(error), str(error.retry_after_s), error.reason)
     if isinstance(error, PoolError):
         return ApiError(503, str(error), code="pool_unavailable", headers={"Retry-After": retry_after})
     logger.error("request failed", exc_info=error)

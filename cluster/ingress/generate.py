@@ -11,9 +11,11 @@ from hybridserve.cluster.ingress.disconnect import unless_gone
 from hybridserve.cluster.ingress.generation import Job, collect, run
 from hybridserve.cluster.ingress.json_text import to_json
 from hybridserve.cluster.ingress.params import fit_to_context, read_params
+from hybridserve.cluster.ingress.priority import read_priority
 from hybridserve.cluster.ingress.protocol import GenerateRequest
 from hybridserve.cluster.ingress.service import Service
 from hybridserve.cluster.ingress.usage import new_id, usage
+from hybridserve.cluster.routing.admission import Priority
 
 
 class Generate:
@@ -24,7 +26,7 @@ class Generate:
 
     async def create(self, request: Request) -> Response:
         ask = await body.read(request, GenerateRequest)
-        job = await self._prepare(ask)
+        job = await self._prepare(ask, read_priority(request))
         if ask.stream:
             return sse.EventStream(self._events(job), self._service.report)
         (answer,) = await unless_gone(request.receive, collect(self._service, job))
@@ -35,7 +37,7 @@ class Generate:
         }
         return Response(to_json(whole), media_type="application/json")
 
-    async def _prepare(self, ask: GenerateRequest) -> Job:
+    async def _prepare(self, ask: GenerateRequest, priority: Priority) -> Job:
         service = self._service
         service.check_model(ask.model)
         info = await service.info()
@@ -48,7 +50,7 @@ class Generate:
             default=service.defaults.max_new_tokens,
             prompt_param="prompt",
         )
-        return Job(new_id("gen"), prompts, [params])
+        return Job(new_id("gen"), prompts, [params], ask.max_tokens, priority)
 
     async def _events(self, job: Job) -> AsyncGenerator[bytes, None]:
         completion_tokens = 0

@@ -15,6 +15,7 @@ from hybridserve.cluster.ingress.metrics import AnswerClock
 from hybridserve.cluster.ingress.prompts import TokenizedPrompt
 from hybridserve.cluster.ingress.service import Service
 from hybridserve.cluster.pool.interface import GenerationRequest, PoolError
+from hybridserve.cluster.routing.admission import Priority
 from hybridserve.replicas.engine.plan import EngineOutput, TokenLogprobs
 from hybridserve.replicas.sampling_params import SamplingParams
 from hybridserve.replicas.text.answer_text import AnswerText
@@ -30,6 +31,9 @@ class Job:
     prompts: Sequence[TokenizedPrompt]
     params: Sequence[SamplingParams]
     """One for each prompt; `n` is the same in all."""
+    stated_max_tokens: int | None = None
+    """As the client sent it; None when `params` have a default."""
+    priority: Priority = "normal"
     arrival: float = field(default_factory=time.monotonic)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -48,7 +52,13 @@ class Job:
         if self.n > 1:
             seed = params.seed if params.seed is None else _next_seed(params.seed, answer)
             params = replace(params, n=1, seed=seed)
-        return GenerationRequest(f"{self.request_id}-{index}", self.prompts[prompt].token_ids, params)
+        return GenerationRequest(
+            f"{self.request_id}-{index}",
+            self.prompts[prompt].token_ids,
+            params,
+            self.stated_max_tokens,
+            self.priority,
+        )
 
 
 @dataclass(frozen=True)

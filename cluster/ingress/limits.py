@@ -11,7 +11,7 @@ from collections.abc import Callable
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hybridserve.cluster.ingress.errors import ApiError, error_response
+from hybridserve.cluster.ingress.errors import ApiError, error_response, overloaded
 from hybridserve.cluster.ingress.metrics import IngressMetrics
 
 Report = Callable[[Exception], ApiError]
@@ -140,10 +140,9 @@ class Admission:
         self._metrics.in_flight.set(self._in_flight)
 
     def _overloaded(self) -> ApiError:
-        return ApiError(
-            429,
+        return overloaded(
             f"{self._in_flight} requests are in progress, which is all this server takes "
             f"(max_concurrent_requests {self._max_requests}); try again in {self._retry_after} s",
-            code="overloaded",
-            headers={"Retry-After": self._retry_after},
+            self._retry_after,
+            "concurrent_requests",
         )

@@ -4,7 +4,7 @@ Owns its registry, so that several ingresses can live in one process. Times are 
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from hybridserve.cluster.ingress.errors import ApiError
 from hybridserve.cluster.pool.interface import PoolClient
+from hybridserve.cluster.routing.state import PoolState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -24,6 +25,18 @@ _LOAD_GAUGES = (
     ("units_total", "hybridserve_units_total", "State units there are"),
     ("pages_used", "hybridserve_pages_used", "KV pages in use"),
     ("pages_total", "hybridserve_pages_total", "KV pages there are"),
+)
+
+_POOL_GAUGES: tuple[tuple[Callable[[PoolState], float], str, str], ...] = (
+    (lambda state: len(state.replicas), "hybridserve_pool_replicas", "Replicas that are up"),
+    (lambda state: state.budget_tokens, "hybridserve_pool_budget_tokens", "Tokens that may be outstanding"),
+    (lambda state: state.outstanding_tokens, "hybridserve_pool_outstanding_tokens", "Outstanding tokens"),
+    (lambda state: state.queued_tokens, "hybridserve_pool_queued_tokens", "Tokens without a first token"),
+    (
+        lambda state: state.max_queue_age_s,
+        "hybridserve_pool_queue_age_seconds",
+        "Since the oldest request without a first token was taken",
+    ),
 )
 
 
@@ -45,12 +58,51 @@ class EngineCollector(Collector):
         yield CounterMetricFamily("hybridserve_steps", "Engine steps", value=load.steps)
 
 
+class PoolCollector(Collector):
+    """Every pool's state at the time of a scrape, as this ingress sees it."""
+
+    def __init__(self, pool: PoolClient) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterator[Metric]:
+        states = self._pool.pools()
+        for read, name, text in _POOL_GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=["pool"])
+            for state in states:
+                gauge.add_metric([state.spec.name], read(state))
+            yield gauge
+        decisions = CounterMetricFamily(
+            "hybridserve_router_decisions", "Requests sent to a pool", labels=["pool", "decision"]
+        )
+        rejections = CounterMetricFamily(
+            "hybridserve_router_rejections",
+            "Requests of a pool's bucket that were refused",
+            labels=["pool", "reason", "priority"],
+        )
+        hits = CounterMetricFamily(
+            "hybridserve_router_prefix_hits",
+            "Requests sent to the replica that saw the prompt's beginning last",
+            labels=["pool"],
+        )
+        for state in states:
+            name = state.spec.name
+            for decision in ("own", "borrowed"):
+                decisions.add_metric([name, decision], state.decisions.get(decision, 0))
+            for (reason, priority), count in state.rejections.items():
+                rejections.add_metric([name, reason, priority], count)
+            hits.add_metric([name], state.prefix_hits)
+        yield decisions
+        yield rejections
+        yield hits
+
+
 class IngressMetrics:
     """Counters and histograms of one ingress replica."""
 
     def __init__(self, pool: PoolClient) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(pool))
+        self._registry.register(PoolCollector(pool))
         self.in_flight = Gauge(
             "hybridserve_ingress_requests_in_flight", "Requests in this ingress", registry=self._registry
         )

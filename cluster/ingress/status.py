@@ -9,6 +9,7 @@ from hybridserve.cluster.ingress.json_text import to_json
 from hybridserve.cluster.ingress.metrics import CONTENT_TYPE
 from hybridserve.cluster.ingress.service import Service
 from hybridserve.cluster.pool.interface import PoolError
+from hybridserve.cluster.routing.state import as_json
 
 
 class Status:
@@ -52,6 +53,12 @@ class Status:
         if reason is None:
             return _json({"status": "ready"})
         return _json({"status": "not ready", "reason": reason}, status=503)
+
+    async def pools(self, request: Request) -> Response:
+        """Every pool's live state, as the ingress replica sees it that answers."""
+        pool = self._service.pool
+        await pool.refresh_load()
+        return _json({"pools": [as_json(state) for state in pool.pools()]})
 
     async def metrics(self, request: Request) -> Response:
         await self._service.pool.refresh_load()

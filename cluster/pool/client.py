@@ -6,7 +6,7 @@ Knows how a pool is reached and how it can fail; nothing of HTTP or of text.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
@@ -16,7 +16,10 @@ from hybridserve.cluster.bus.frames import ReplyTo
 from hybridserve.cluster.bus.listener import BusListener
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest, PoolError
 from hybridserve.cluster.pool.record import GenerationReply, after
-from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
+from hybridserve.cluster.routing.load import ReplicaLoad, sum_loads
+from hybridserve.cluster.routing.pool_loads import PoolLoads
+from hybridserve.cluster.routing.state import PoolState
+from hybridserve.replicas.engine.plan import EngineOutput
 from hybridserve.replicas.sampling_params import SamplingParams
 
 # how long the bus may lag behind the unary reply before the reply is used
@@ -34,17 +37,25 @@ class HandlePoolClient:
         handle: of the pool's deployment.
         listener: started, on the loop that this client is used on.
         token_transport: "bus", or "handle" for streaming through the handle.
+        loads: of the pool; told when a replica has taken a request. By default nobody's.
     """
 
-    def __init__(self, handle: DeploymentHandle, listener: BusListener, token_transport: str) -> None:
+    def __init__(
+        self,
+        handle: DeploymentHandle,
+        listener: BusListener,
+        token_transport: str,
+        loads: PoolLoads | None = None,
+    ) -> None:
         assert token_transport in ("bus", "handle"), token_transport
         self._handle = handle
         self._listener = listener
+        self._loads = loads or PoolLoads()
         self._use_bus = token_transport == "bus"
         self._info: EngineInfo | None = None
         self._golden: asyncio.Task[bool] | None = None
         self._calls: set[asyncio.Task[GenerationReply]] = set()
-        self._load: EngineLoad | None = None
+        self._load: ReplicaLoad | None = None
 
     async def info(self) -> EngineInfo:
         if self._info is None:
@@ -69,9 +80,12 @@ class HandlePoolClient:
             return False
         return False
 
-    def load(self) -> EngineLoad | None:
+    def pools(self) -> list[PoolState]:
+        return []
+
+    def load(self) -> ReplicaLoad | None:
         loads = self._listener.loads
-        return _sum_loads(loads) if loads else self._load
+        return sum_loads(loads) if loads else self._load
 
     async def refresh_load(self) -> None:
         if self._use_bus:
@@ -88,7 +102,7 @@ class HandlePoolClient:
         return self._from_bus(request) if self._use_bus else self._from_handle(request)
 
     async def _from_bus(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
-        stream = self._listener.open_stream()
+        stream = self._listener.open_stream(on_accepted=lambda: self._loads.accepted(request.request_id))
         call = asyncio.create_task(self._call(request, stream.reply_to))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
@@ -200,9 +214,3 @@ def _output_of(reply: GenerationReply) -> EngineOutput:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no details'}"
-
-
-def _sum_loads(loads: list[EngineLoad]) -> EngineLoad:
-    """The replicas' loads as one; `step_ms` is the slowest's."""
-    summed = {field.name: sum(getattr(load, field.name) for load in loads) for field in fields(EngineLoad)}
-    return EngineLoad(**{**summed, "step_ms": max(load.step_ms for load in loads)})

@@ -10,54 +10,46 @@ from ray.serve import Application
 
 from hybridserve.cluster.pool.engine_factory import CheckpointEngine
 from hybridserve.cluster.pool.replica import EngineActorOptions, PoolReplica
-from hybridserve.cluster.settings import AppSettings
+from hybridserve.cluster.routing.pool_spec import PoolSpec
+from hybridserve.cluster.serve_alpha.autoscaling import replica_options
+from hybridserve.cluster.serve_alpha.placement import REPLICA_CPUS, plan_placement
+from hybridserve.cluster.serve_alpha.request_router import router_config
+from hybridserve.cluster.settings import ONLY_POOL, AppSettings
 
-POOL_NAME = "pool"
-
-# logical CPUs. Thin processes hardly compute; the CPU engine uses every core it finds, whatever it is booked
-# with, and two cores must have room for one of each beside Serve's own
-_REPLICA_CPUS = 0.1
-_CPU_ENGINE_CPUS = 0.5
-_GPU_ENGINE_CPUS = 2.0
 _HEALTH_CHECK_PERIOD_S = 1.0
 # above our own admission, which is the one that answers 429: cancelled calls and golden prompts come on top
 _SPARE_REQUESTS = 64
 
 
-def build_pool(settings: AppSettings, device: Literal["cpu", "cuda"]) -> Application:
-    """The pool's deployment, bound."""
-    serving = settings.serving
-    on_gpu = device == "cuda"
+def build_pool(settings: AppSettings, spec: PoolSpec, device: Literal["cpu", "cuda"]) -> Application:
+    """One pool's deployment, bound."""
+    serving = settings.serving_of(spec.name)
+    placement = plan_placement(spec.tensor_parallel_size, device)
     max_requests = serving.max_concurrent_requests + _SPARE_REQUESTS
-    engine_cpus = _GPU_ENGINE_CPUS if on_gpu else _CPU_ENGINE_CPUS
     options = EngineActorOptions(
         max_concurrent_requests=max_requests,
         startup_timeout_s=serving.startup_timeout_s,
-        num_cpus=engine_cpus,
-        num_gpus=1.0 if on_gpu else 0.0,
+        num_cpus=placement.engine_cpus,
+        num_gpus=placement.engine_gpus,
     )
     deployment = serve.deployment(
         PoolReplica,
-        name=POOL_NAME,
-        num_replicas=1,
-        ray_actor_options={"num_cpus": _REPLICA_CPUS},
+        name=deployment_name(spec),
+        ray_actor_options={"num_cpus": REPLICA_CPUS},
         max_ongoing_requests=max_requests,
         graceful_shutdown_timeout_s=serving.longest_answer_s,
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
+        request_router_config=router_config(spec.name),
         # the ingress logs each request; a second line for each answer says nothing more
         logging_config={"enable_access_log": False},
         # a configuration that cannot work fails the deployment at once instead of being tried twenty times
         max_constructor_retry_count=1,
+        **replica_options(settings, spec, device),
+        **placement.options,
     )
-    if on_gpu:
-        deployment = deployment.options(
-            placement_group_bundles=_bundles(settings.parallel.tensor_parallel_size, engine_cpus),
-            placement_group_strategy="PACK",
-        )
-    return deployment.bind(CheckpointEngine(settings.engine_config(device)), options)
+    return deployment.bind(CheckpointEngine(settings.engine_config(device, spec)), options)
 
 
-def _bundles(tp_size: int, engine_cpus: float) -> list[dict[str, float]]:
-    """Bundle 0 holds the replica and the engine (shard 0), each other bundle one shard."""
-    first = {"CPU": _REPLICA_CPUS + engine_cpus, "GPU": 1.0}
-    return [first, *({"CPU": 1.0, "GPU": 1.0} for _ in range(tp_size - 1))]
+def deployment_name(spec: PoolSpec) -> str:
+    """How Serve knows the pool."""
+    return spec.name if spec.name == ONLY_POOL else f"pool-{spec.name}"

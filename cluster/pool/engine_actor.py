@@ -5,6 +5,7 @@ factory does, in this process alone. Everything but the step loop runs on the ac
 """
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,12 @@ from hybridserve.cluster.bus.sender import BusSender, Channel
 from hybridserve.cluster.pool.engine_loop import EngineFactory, EngineLoop
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
 from hybridserve.cluster.pool.record import GenerationReply, OutputRecord
+from hybridserve.cluster.routing.cost import Backlog, cost_of
+from hybridserve.cluster.routing.load import ReplicaLoad
 from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
+
+# the longest that an ingress may go by an old load while the engine steps
+_LOAD_PERIOD_S = 0.1
 
 
 @dataclass
@@ -46,14 +52,21 @@ class EngineActor:
         self._loop = EngineLoop(factory, _OnEventLoop(self))
         self._requests: dict[str, _Request] = {}
         self._last_load: EngineLoad | None = None
+        self._last_load_sent = 0.0
+        self._backlog = Backlog()
         self._death: str | None = None
 
-    async def start(self) -> EngineInfo | str:
-        """Build the engine. Returns what it says of itself, or why it could not be built."""
+    async def start(self, replica: str = "") -> EngineInfo | str:
+        """Build the engine. Returns what it says of itself, or why it could not be built.
+
+        replica: the name under which its load is reported.
+        """
         self.event_loop = asyncio.get_running_loop()
         self._info: asyncio.Future[EngineInfo | str] = self.event_loop.create_future()
         self._died: asyncio.Future[str] = self.event_loop.create_future()
-        self._sender = BusSender(on_cancel=lambda key: self.on_abort(key.hex()), load=lambda: self._last_load)
+        self._sender = BusSender(
+            on_cancel=lambda key: self.on_abort(key.hex()), load=self._load, replica=replica
+        )
         self._loop.start()
         return await self._info
 
@@ -91,8 +104,8 @@ class EngineActor:
         """The caller has gone; an unknown or finished stream is no error."""
         self.on_abort(key.hex())
 
-    async def load(self) -> EngineLoad | None:
-        return self._last_load
+    async def load(self) -> ReplicaLoad | None:
+        return self._load()
 
     async def close(self) -> None:
         """Stop stepping and close the connections (for tests; an actor's process just ends)."""
@@ -113,8 +126,23 @@ class EngineActor:
             self._finish(one, GenerationReply(failed=self._death))
             return one
         self._requests[engine_id] = one
+        cost = cost_of(len(request.prompt_token_ids), request.params.max_tokens, request.stated_max_tokens)
+        self._backlog.add(engine_id, cost)
         self._loop.submit(replace(request, request_id=engine_id))
         return one
+
+    def _load(self) -> ReplicaLoad | None:
+        """The engine's load after its last step, and the requests' tokens as of now."""
+        if self._last_load is None:
+            return None
+        backlog = self._backlog
+        return ReplicaLoad(
+            **vars(self._last_load),
+            outstanding_tokens=backlog.outstanding_tokens,
+            queued_tokens=backlog.queued_tokens,
+            progressed_tokens=backlog.progressed_tokens,
+            queue_age_s=backlog.queue_age_s(),
+        )
 
     def _send(self, by_channel: Mapping[Channel, list[tuple[_Request, EngineOutput]]]) -> None:
         """One frame for each ingress; where something may have been lost, all of a stream's news again."""
@@ -145,14 +173,20 @@ class EngineActor:
                 # aborted while the step ran
                 continue
             one.record.append(output)
+            self._backlog.progress(output.request_id, len(output.token_ids))
+            if output.finished:
+                self._backlog.end(output.request_id)
             if one.channel is not None:
                 by_channel[one.channel].append((one, output))
             else:
                 one.stream.put_nowait(output)
         self._send(by_channel)
-        if not outputs:
-            # a cancel or a piece of a long prompt: no tokens to send, but the load has changed
-            self._sender.send_load()
+        now = time.monotonic()
+        # a cancel or a piece of a long prompt has no tokens to send, but the load has changed; and ingresses
+        # that wait for no tokens of ours choose replicas too
+        if not outputs or now - self._last_load_sent > _LOAD_PERIOD_S:
+            self._last_load_sent = now
+            self._sender.send_load(but=by_channel.keys())
         for output in outputs:
             if output.finished and output.request_id in self._requests:
                 one = self._requests.pop(output.request_id)
@@ -161,12 +195,14 @@ class EngineActor:
     def on_abort(self, engine_id: str) -> None:
         one = self._requests.pop(engine_id, None)
         if one is not None:
+            self._backlog.end(engine_id)
             self._loop.abort(engine_id)
             self._finish(one, GenerationReply(output=replace(one.record.merged(), finish_reason="abort")))
 
     def on_rejected(self, engine_id: str, reply: GenerationReply) -> None:
         one = self._requests.pop(engine_id, None)
         if one is not None:
+            self._backlog.end(engine_id)
             self._finish(one, reply)
 
     def on_died(self, message: str) -> None:

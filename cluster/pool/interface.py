@@ -7,7 +7,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
+from hybridserve.cluster.routing.admission import Priority, RejectReason
+from hybridserve.cluster.routing.load import ReplicaLoad
+from hybridserve.cluster.routing.state import PoolState
+from hybridserve.replicas.engine.plan import EngineOutput
 from hybridserve.replicas.sampling_params import SamplingParams
 
 
@@ -18,6 +21,9 @@ class GenerationRequest:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+    stated_max_tokens: int | None = None
+    """What the client itself asked for; None when `params.max_tokens` is a default."""
+    priority: Priority = "normal"
 
 
 @dataclass(frozen=True)
@@ -39,9 +45,10 @@ class PoolError(Exception):
 class PoolBusy(PoolError):
     """The pool takes no more requests now; the client may come back after `retry_after_s` seconds."""
 
-    def __init__(self, message: str, retry_after_s: int) -> None:
+    def __init__(self, message: str, retry_after_s: int, reason: RejectReason) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.reason: RejectReason = reason
 
 
 class PoolClient(Protocol):
@@ -62,8 +69,11 @@ class PoolClient(Protocol):
             PoolError: the replica died or cannot be reached.
         """
 
-    def load(self) -> EngineLoad | None:
-        """The engine's last known load, or None before the first report."""
+    def pools(self) -> list[PoolState]:
+        """The pools behind it, when it is a router; none otherwise."""
+
+    def load(self) -> ReplicaLoad | None:
+        """The replicas' last known load, or None before the first report."""
 
     async def refresh_load(self) -> None:
         """Bring `load` up to date where reports do not come by themselves; a failure makes it None."""

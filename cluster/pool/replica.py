@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import ray
+from ray import serve
 from ray.exceptions import RayActorError
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -18,7 +19,9 @@ from hybridserve.cluster.pool.engine_actor import EngineActor
 from hybridserve.cluster.pool.engine_loop import EngineFactory
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
 from hybridserve.cluster.pool.record import GenerationReply
-from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
+from hybridserve.cluster.routing.load import ReplicaLoad
+from hybridserve.cluster.scaling.policy import ARENA_USE, OUTSTANDING_TOKENS, QUEUE_AGE_S
+from hybridserve.replicas.engine.plan import EngineOutput
 
 # calls that may wait beside the admitted requests: cancels, loads, the watch for the actor's death
 _SPARE_CALLS = 100
@@ -86,8 +89,19 @@ class PoolReplica:
         self.check_health()
         return self._info
 
-    async def load(self) -> EngineLoad | None:
+    async def load(self) -> ReplicaLoad | None:
         return await self._engine.load.remote()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve for a pool that scales; what the pool's policy goes by."""
+        load = await self.load()
+        if load is None:
+            return {}
+        return {
+            OUTSTANDING_TOKENS: float(load.outstanding_tokens),
+            QUEUE_AGE_S: load.queue_age_s,
+            ARENA_USE: load.arena_use,
+        }
 
     def check_health(self) -> None:
         """Called by Serve; a replica whose engine has died is replaced."""
@@ -97,7 +111,7 @@ class PoolReplica:
     async def _wait_for_start(self, timeout_s: float) -> EngineInfo:
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._engine.start.remote()
+                answer = await self._engine.start.remote(_replica_name())
         except TimeoutError:
             raise RuntimeError(f"the engine did not start within startup_timeout_s={timeout_s:g}") from None
         except RayActorError as error:
@@ -116,6 +130,11 @@ class PoolReplica:
     def _died(self, error: RayActorError) -> str:
         self._death = self._death or f"the engine's process died: {str(error).splitlines()[0]}"
         return self._death
+
+
+def _replica_name() -> str:
+    """As Serve's request router knows this replica."""
+    return serve.get_replica_context().replica_id.unique_id
 
 
 def _start_actor(factory: EngineFactory, options: EngineActorOptions) -> ray.actor.ActorHandle:

@@ -12,11 +12,12 @@ from hybridserve.cluster.bus import frames
 from hybridserve.cluster.bus.frames import Entry
 from hybridserve.cluster.bus.listener import BusListener, Stream
 from hybridserve.cluster.bus.sender import BusSender
-from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
+from hybridserve.cluster.routing.load import ReplicaLoad
+from hybridserve.replicas.engine.plan import EngineOutput
 
 pytestmark = pytest.mark.anyio
 
-LOAD = EngineLoad(1, 2, 3, 4, 5, 6, 7, 8, 9.0, 10, 11)
+LOAD = ReplicaLoad(1, 2, 3, 4, 5, 6, 7, 8, 9.0, 10, 11)
 
 
 @dataclass

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from hybridserve.cluster.bus import frames
 from hybridserve.cluster.bus.frames import Cancel, Entry, FrameError, News
-from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput, TokenLogprobs
+from hybridserve.cluster.routing.load import ReplicaLoad
+from hybridserve.replicas.engine.plan import EngineOutput, TokenLogprobs
 
 counts = st.integers(0, 2**40)
 token_ids = st.integers(0, 2**20)
@@ -35,7 +36,7 @@ outputs = st.builds(
     first_scheduled_time=numbers,
 )
 entries = st.builds(Entry, st.binary(min_size=16, max_size=16), st.integers(0, 9), outputs)
-loads = st.builds(EngineLoad, *([counts] * 8), numbers, counts, counts)
+loads = st.builds(ReplicaLoad, *([counts] * 8), numbers, *([counts] * 5), numbers)
 
 
 def body_of(frame: bytes) -> bytes:
@@ -45,10 +46,10 @@ def body_of(frame: bytes) -> bytes:
     return body
 
 
-@given(st.none() | loads, st.lists(entries, max_size=20))
-def test_news_round_trip(load: EngineLoad | None, sent: list[Entry]) -> None:
-    frame = frames.pack_news(load, [frames.pack_entry(entry) for entry in sent])
-    assert frames.unpack(body_of(frame)) == News(load, tuple(sent))
+@given(st.none() | loads, st.lists(entries, max_size=20), st.text(max_size=20))
+def test_news_round_trip(load: ReplicaLoad | None, sent: list[Entry], replica: str) -> None:
+    frame = frames.pack_news(load, [frames.pack_entry(entry) for entry in sent], replica)
+    assert frames.unpack(body_of(frame)) == News(load, tuple(sent), replica)
 
 
 def test_cancel_round_trip() -> None:
@@ -86,6 +87,6 @@ def test_length_cap_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_token_of_64_streams_is_a_small_frame() -> None:
     packed = [frames.pack_entry(Entry(b"k" * 16, 0, EngineOutput("", 500, (70000,)))) for _ in range(64)]
-    load = EngineLoad(*([1000] * 8), 5.0, 7, 9)
-    assert len(astuple(load)) == 11
-    assert len(frames.pack_news(load, packed)) < 64 * 50
+    load = ReplicaLoad(*([1000] * 8), 5.0, 7, 9, 10**6, 10**6, 10**9, 1.5)
+    assert len(astuple(load)) == 15
+    assert len(frames.pack_news(load, packed, "abcd1234")) < 64 * 50

@@ -15,7 +15,9 @@ from fastapi import FastAPI
 from hybridserve.cluster.ingress.app import build_api
 from hybridserve.cluster.ingress.options import IngressOptions
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
-from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput, TokenLogprobs
+from hybridserve.cluster.routing.load import ReplicaLoad
+from hybridserve.cluster.routing.state import PoolState
+from hybridserve.replicas.engine.plan import EngineOutput, TokenLogprobs
 from hybridserve.replicas.text.tokenizer import Tokenizer
 
 MODEL_FOLDER = Path(__file__).parents[3] / "configs" / "demo-model"
@@ -42,7 +44,8 @@ class FakePool:
         self.engine_error_at: int | None = None
         self.is_ready: bool | Exception = True
         self.info_failure: Exception | None = None
-        self.engine_load: EngineLoad | None = None
+        self.engine_load: ReplicaLoad | None = None
+        self.pool_states: list[PoolState] = []
         self.submitted: list[GenerationRequest] = []
         self.ended: dict[str, float] = {}
         """`time.monotonic` seconds at which each request's iterator ended or was closed."""
@@ -58,7 +61,10 @@ class FakePool:
             raise self.is_ready
         return self.is_ready
 
-    def load(self) -> EngineLoad | None:
+    def pools(self) -> list[PoolState]:
+        return self.pool_states
+
+    def load(self) -> ReplicaLoad | None:
         return self.engine_load
 
     async def refresh_load(self) -> None:

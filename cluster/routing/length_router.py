@@ -1,0 +1,155 @@
+"""The length router: picks the pool for a request, and decides whether there is room for it.
+
+A plain object inside each ingress replica, no hop of its own; to the ingress it is a `PoolClient` like the
+pools behind it. Knows nothing of HTTP or Ray.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from hybridserve.cluster.pool.interface import (
+    EngineInfo,
+    GenerationRequest,
+    PoolBusy,
+    PoolClient,
+    PoolError,
+)
+from hybridserve.cluster.routing.admission import Admission, Refusal
+from hybridserve.cluster.routing.cost import Cost, cost_of
+from hybridserve.cluster.routing.load import ReplicaLoad, sum_loads
+from hybridserve.cluster.routing.pool_loads import PoolLoads
+from hybridserve.cluster.routing.pool_spec import PoolSpec, bucket_of
+from hybridserve.cluster.routing.prefixes import prefix_of
+from hybridserve.cluster.routing.state import PoolState, ReplicaState
+from hybridserve.replicas.engine.plan import EngineOutput
+
+# a bucket borrows when its own pool is this full, and only from a pool that stays this idle
+_BORROW_ABOVE = 0.5
+_LEND_BELOW = 0.1
+
+
+@dataclass
+class RoutedPool:
+    """A pool, and what this ingress did with it."""
+
+    spec: PoolSpec
+    client: PoolClient
+    loads: PoolLoads
+    admission: Admission
+    decisions: Counter[str] = field(default_factory=Counter)
+    """Requests sent here: "own" from its bucket, "borrowed" from a shorter one."""
+    rejections: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Requests of its bucket refused, by reason and priority."""
+
+    def state(self) -> PoolState:
+        totals = self.loads.totals()
+        reports = self.loads.reports()
+        return PoolState(
+            spec=self.spec,
+            replicas=tuple(
+                ReplicaState(name, self.loads.outstanding(name), reports.get(name))
+                for name in self.loads.replicas()
+            ),
+            budget_tokens=self.admission.budget(totals),
+            outstanding_tokens=totals.outstanding,
+            queued_tokens=totals.queued,
+            own_requests=totals.own_requests,
+            tokens_per_s=totals.tokens_per_s,
+            queue_wait_s=self.admission.queue_wait_s(totals),
+            decisions=dict(self.decisions),
+            rejections=dict(self.rejections),
+            prefix_hits=self.loads.prefix_hits,
+        )
+
+
+class LengthRouter:
+    """Routes over pools and admits.
+
+    Args:
+        pools: by length, the last one's bucket without a bound.
+    """
+
+    def __init__(self, pools: Sequence[RoutedPool]) -> None:
+        self._pools = tuple(pools)
+        self.max_choices = min(pool.admission.max_requests for pool in pools)
+        """Answers that one request may ever have in flight: each is a request of a pool's."""
+        self._specs = [pool.spec for pool in pools]
+        self._by_name = {pool.spec.name: pool for pool in pools}
+
+    async def info(self) -> EngineInfo:
+        """The pools' engines as one: the shortest context, as a sequence may run in any of them.
+
+        Pools that may have no replicas are asked too, but do not have to answer.
+        """
+        answers = await asyncio.gather(*(pool.client.info() for pool in self._pools), return_exceptions=True)
+        infos: list[EngineInfo] = []
+        for pool, answer in zip(self._pools, answers, strict=True):
+            if isinstance(answer, EngineInfo):
+                infos.append(answer)
+            elif not isinstance(answer, PoolError) or pool.spec.replicas.min > 0:
+                raise answer
+        if not infos:
+            raise PoolError("no pool has a replica yet")
+        return min(infos, key=lambda info: info.max_model_len)
+
+    async def ready(self) -> bool:
+        """Whether every pool that always has a replica has answered a prompt."""
+        wanted = [pool for pool in self._pools if pool.spec.replicas.min > 0]
+        return all(await asyncio.gather(*(pool.client.ready() for pool in wanted)))
+
+    def pools(self) -> list[PoolState]:
+        """Every pool's state, by length, as this ingress sees it."""
+        return [pool.state() for pool in self._pools]
+
+    def load(self) -> ReplicaLoad | None:
+        loads = [load for pool in self._pools if (load := pool.client.load()) is not None]
+        return sum_loads(loads) if loads else None
+
+    async def refresh_load(self) -> None:
+        await asyncio.gather(*(pool.client.refresh_load() for pool in self._pools))
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
+        """As a pool's own; raises PoolBusy at the first step when there is no room for the request."""
+        cost = cost_of(len(request.prompt_token_ids), request.params.max_tokens, request.stated_max_tokens)
+        pool = self._admit(request, cost)
+        pool.loads.book(request.request_id, cost, prefix_of(request.prompt_token_ids))
+        outputs = pool.client.generate(request)
+        try:
+            async for output in outputs:
+                pool.loads.progress(request.request_id, len(output.token_ids))
+                yield output
+        finally:
+            pool.loads.end(request.request_id)
+            await outputs.aclose()
+
+    def _admit(self, request: GenerationRequest, cost: Cost) -> RoutedPool:
+        """The pool that takes the request. Raises PoolBusy when none does."""
+        length = cost.prompt_tokens + (request.stated_max_tokens or 0)
+        own = self._pools[bucket_of(self._specs, length)]
+        totals = own.loads.totals()
+        refusal = own.admission.check(totals, cost, request.priority)
+        if refusal is not None or own.admission.load_share(totals, cost) > _BORROW_ABOVE:
+            lender = self._lender(own, request, cost)
+            if lender is not None:
+                lender.decisions["borrowed"] += 1
+                return lender
+        if refusal is not None:
+            raise self._refused(own, refusal, request)
+        own.decisions["own"] += 1
+        return own
+
+    def _lender(self, own: RoutedPool, request: GenerationRequest, cost: Cost) -> RoutedPool | None:
+        """The nearest longer pool that is idle enough to take the request, and has a replica up."""
+        for name in own.spec.borrows:
+            pool = self._by_name[name]
+            totals = pool.loads.totals()
+            idle = pool.admission.load_share(totals, cost) <= _LEND_BELOW
+            if idle and totals.replicas and pool.admission.check(totals, cost, request.priority) is None:
+                return pool
+        return None
+
+    def _refused(self, own: RoutedPool, refusal: Refusal, request: GenerationRequest) -> PoolBusy:
+        own.rejections[refusal.reason, request.priority] += 1
+        return PoolBusy(refusal.message, refusal.retry_after_s, refusal.reason)

@@ -1,0 +1,218 @@
+"""What one ingress knows of one pool's load, and the choice of a replica by it.
+
+A replica's load is what it last reported plus what was sent to it since and is not in the report yet. The
+ingress' event loop and Serve's router use this from two threads, so every method takes the lock.
+"""
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass
+
+from hybridserve.cluster.routing.cost import Cost
+from hybridserve.cluster.routing.load import ReplicaLoad
+from hybridserve.cluster.routing.prefixes import PREFIX_TOKENS, LastReplicas
+from hybridserve.cluster.routing.rates import TokenRate
+
+
+@dataclass
+class _Booking:
+    """A request of this ingress that has not ended."""
+
+    remaining: int
+    prompt_tokens: int
+    prefix: int | None
+    replica: str | None = None
+    seen: bool = False
+    """The replica's reports count it."""
+    started: bool = False
+
+
+@dataclass(frozen=True)
+class PoolTotals:
+    """The pool as admission sees it, all in tokens unless said otherwise."""
+
+    replicas: int
+    own_requests: int
+    """Requests of this ingress that have not ended."""
+    own_outstanding: int
+    outstanding: int
+    """Of all ingress replicas, as far as reports have come."""
+    queued: int
+    """The part of `outstanding` without a first token."""
+    tokens_per_s: float | None
+    """All replicas together; None before anything was measured."""
+
+
+class PoolLoads:
+    """The loads of one pool's replicas.
+
+    Args:
+        rng: breaks ties, so that several ingresses do not all pick the same replica.
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, rng: random.Random | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rng = rng or random.Random()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._replicas: frozenset[str] = frozenset()
+        self._reports: dict[str, ReplicaLoad] = {}
+        self._rates: dict[str, TokenRate] = {}
+        self._bookings: dict[str, _Booking] = {}
+        self._own: Counter[str | None] = Counter()
+        """Remaining tokens of this ingress' requests by replica; None: not given to one yet."""
+        self._unseen: Counter[str | None] = Counter()
+        """The part of `_own` that no report counts yet."""
+        self._last = LastReplicas()
+        self.prefix_hits = 0
+
+    def set_replicas(self, replicas: Iterable[str]) -> None:
+        """The replicas that there are; others' reports count no more."""
+        with self._lock:
+            self._replicas = frozenset(replicas)
+            for gone in self._reports.keys() - self._replicas:
+                self._forget(gone)
+            # what was sent to those that are gone stays counted until it ends
+            self._own += Counter()
+            self._unseen += Counter()
+
+    def observe(self, replica: str, load: ReplicaLoad) -> None:
+        """A report has come from a replica."""
+        with self._lock:
+            self._reports[replica] = load
+            rate = self._rates.get(replica)
+            if rate is None:
+                rate = self._rates[replica] = TokenRate()
+            rate.observe(self._clock(), load.progressed_tokens, load.outstanding_tokens > 0)
+
+    def forget(self, replica: str) -> None:
+        """No more reports will come from this connection."""
+        with self._lock:
+            self._forget(replica)
+
+    def book(self, request_id: str, cost: Cost, prefix: int | None = None) -> None:
+        """Count a request from now on; ids are unique among those that have not ended."""
+        with self._lock:
+            assert request_id not in self._bookings, request_id
+            self._bookings[request_id] = _Booking(cost.tokens, cost.prompt_tokens, prefix)
+            self._own[None] += cost.tokens
+            self._unseen[None] += cost.tokens
+
+    def choose(self, candidates: Sequence[str], request_id: str | None) -> list[str]:
+        """The candidates, the best first; a booked request counts as the best one's from now on.
+
+        The best has the fewest outstanding tokens, or has seen the prompt's beginning and has hardly more.
+        """
+        with self._lock:
+            ranked = sorted(candidates, key=lambda one: (self._outstanding(one), self._rng.random()))
+            booking = self._bookings.get(request_id) if request_id is not None else None
+            if booking is None or not ranked:
+                return ranked
+            hinted = self._last.get(booking.prefix)
+            # going elsewhere costs computing the prefix again: worth it only when that is what it saves
+            if hinted in ranked and self._outstanding(hinted) <= self._outstanding(ranked[0]) + PREFIX_TOKENS:
+                self.prefix_hits += 1
+                ranked.remove(hinted)
+                ranked.insert(0, hinted)
+            self._give(booking, ranked[0])
+            return ranked
+
+    def routed(self, request_id: str, replica: str) -> None:
+        """The request went to this replica, whatever was chosen before."""
+        with self._lock:
+            booking = self._bookings.get(request_id)
+            if booking is not None:
+                self._give(booking, replica)
+
+    def accepted(self, request_id: str) -> None:
+        """The replica's last report counts the request."""
+        with self._lock:
+            booking = self._bookings.get(request_id)
+            if booking is not None and not booking.seen:
+                booking.seen = True
+                self._unseen[booking.replica] -= booking.remaining
+
+    def progress(self, request_id: str, tokens: int) -> None:
+        """`tokens` more of the answer have come; the first say that the prompt is computed."""
+        if tokens == 0:
+            return
+        with self._lock:
+            booking = self._bookings.get(request_id)
+            if booking is not None:
+                done = tokens if booking.started else tokens + booking.prompt_tokens
+                booking.started = True
+                self._shrink(booking, min(done, booking.remaining))
+
+    def end(self, request_id: str) -> None:
+        """The request is over; an unknown one is no error."""
+        with self._lock:
+            booking = self._bookings.pop(request_id, None)
+            if booking is not None:
+                self._shrink(booking, booking.remaining)
+
+    def reports(self) -> dict[str, ReplicaLoad]:
+        """The last report of every replica that has sent one."""
+        with self._lock:
+            return dict(self._reports)
+
+    def replicas(self) -> list[str]:
+        """The ids of the replicas that there are."""
+        with self._lock:
+            return sorted(self._known())
+
+    def outstanding(self, replica: str) -> int:
+        """A replica's outstanding tokens, as estimated now."""
+        with self._lock:
+            return self._outstanding(replica)
+
+    def totals(self) -> PoolTotals:
+        with self._lock:
+            known = self._known()
+            rates = [self._rates[one].tokens_per_s for one in known if one in self._rates]
+            measured = [rate for rate in rates if rate is not None]
+            unseen = self._unseen_tokens()
+            return PoolTotals(
+                replicas=len(known),
+                own_requests=len(self._bookings),
+                own_outstanding=self._own.total(),
+                outstanding=sum(map(self._outstanding, known)) + self._own[None],
+                queued=sum(load.queued_tokens for load in self._reports.values()) + unseen,
+                tokens_per_s=sum(measured) if measured else None,
+            )
+
+    def _known(self) -> Set[str]:
+        # a replica that is being stopped still reports
+        return self._replicas or self._reports.keys()
+
+    def _unseen_tokens(self) -> int:
+        """Tokens that wait for a first token and that no report counts."""
+        return sum(self._unseen[one] for one in (None, *self._reports))
+
+    def _outstanding(self, replica: str) -> int:
+        report = self._reports.get(replica)
+        if report is None:
+            # without reports an ingress knows at least what it has sent itself
+            return self._own[replica]
+        return report.outstanding_tokens + self._unseen[replica]
+
+    def _give(self, booking: _Booking, replica: str) -> None:
+        self._last.put(booking.prefix, replica)
+        if booking.replica == replica:
+            return
+        for counter in (self._own,) if booking.seen else (self._own, self._unseen):
+            counter[booking.replica] -= booking.remaining
+            counter[replica] += booking.remaining
+        booking.replica = replica
+
+    def _shrink(self, booking: _Booking, tokens: int) -> None:
+        booking.remaining -= tokens
+        self._own[booking.replica] -= tokens
+        if not booking.seen:
+            self._unseen[booking.replica] -= tokens
+
+    def _forget(self, replica: str) -> None:
+        self._reports.pop(replica, None)
+        self._rates.pop(replica, None)

@@ -1,0 +1,1 @@
+"""The one place for Ray Serve's alpha APIs: request routers, autoscaling policies, placement groups."""
