@@ -10,6 +10,7 @@ import typer
 
 from hybridserve.cluster.cli_generate import generate
 from hybridserve.cluster.cli_inspect import inspect
+from hybridserve.cluster.cli_plan import plan
 from hybridserve.cluster.cli_serve import serve
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(inspect)
+app.command()(plan)
 app.command()(serve)
 
 

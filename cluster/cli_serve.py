@@ -18,11 +18,12 @@ from typing import Annotated
 import typer
 import yaml
 
+from hybridserve.cluster.cli_plan import print_plan
 from hybridserve.cluster.plan import check_shards
+from hybridserve.cluster.serve_file import read_application
 from hybridserve.cluster.serve_process import ServeProcess
 from hybridserve.cluster.settings import AppSettings, load_settings
 
-BUILDER = "hybridserve.cluster.app:build_app"
 _POLL_S = 0.2
 
 
@@ -41,8 +42,14 @@ def serve(
     port: Annotated[
         int | None, typer.Option(help="HTTP port, instead of the YAML's.", min=1, max=65535)
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="As `plan`: show what it takes, start nothing.")
+    ] = False,
 ) -> None:
     """Serve a model: `serve run CONFIG`, checked beforehand and announced when it is ready."""
+    if dry_run:
+        print_plan(config)
+        return
     began = time.monotonic()
     file = read_serve_file(config, port)
     if not _cluster_runs():
@@ -65,15 +72,8 @@ def read_serve_file(config: Path, port: int | None = None) -> ServeFile:
         ValueError: it is no Serve YAML with our application in it, or a setting is wrong.
         OSError: it cannot be read.
     """
-    try:
-        content = yaml.safe_load(config.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{config} is not YAML: {error}") from None
-    applications = content.get("applications") if isinstance(content, dict) else None
-    ours = [app for app in applications or [] if isinstance(app, dict) and app.get("import_path") == BUILDER]
-    if not ours:
-        raise ValueError(f"{config} has no application with import_path {BUILDER}")
-    settings = load_settings(ours[0].get("args", {}), Path.cwd())
+    content, ours = read_application(config)
+    settings = load_settings(ours.get("args", {}), Path.cwd())
     # the engine's own bounds, which would otherwise be told only after a cluster has started
     for spec in settings.pool_specs():
         settings.engine_config("cpu", spec)
@@ -83,7 +83,7 @@ def read_serve_file(config: Path, port: int | None = None) -> ServeFile:
         http["port"] = port
     host = http.get("host", "127.0.0.1")
     host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    prefix = str(ours[0].get("route_prefix") or "/").rstrip("/")
+    prefix = str(ours.get("route_prefix") or "/").rstrip("/")
     url = f"http://{host}:{http.get('port', 8000)}{prefix}"
     return ServeFile({**content, "http_options": http}, settings, url)
 

@@ -131,9 +131,8 @@ class PoolLoads:
         """The replica's last report counts the request."""
         with self._lock:
             booking = self._bookings.get(request_id)
-            if booking is not None and not booking.seen:
-                booking.seen = True
-                self._unseen[booking.replica] -= booking.remaining
+            if booking is not None:
+                self._see(booking)
 
     def progress(self, request_id: str, tokens: int) -> None:
         """`tokens` more of the answer have come; the first say that the prompt is computed."""
@@ -142,6 +141,8 @@ class PoolLoads:
         with self._lock:
             booking = self._bookings.get(request_id)
             if booking is not None:
+                # where tokens come without reports, they are what shows that it runs
+                self._see(booking)
                 done = tokens if booking.started else tokens + booking.prompt_tokens
                 booking.started = True
                 self._shrink(booking, min(done, booking.remaining))
@@ -173,23 +174,18 @@ class PoolLoads:
             known = self._known()
             rates = [self._rates[one].tokens_per_s for one in known if one in self._rates]
             measured = [rate for rate in rates if rate is not None]
-            unseen = self._unseen_tokens()
             return PoolTotals(
                 replicas=len(known),
                 own_requests=len(self._bookings),
                 own_outstanding=self._own.total(),
                 outstanding=sum(map(self._outstanding, known)) + self._own[None],
-                queued=sum(load.queued_tokens for load in self._reports.values()) + unseen,
+                queued=sum(load.queued_tokens for load in self._reports.values()) + self._unseen.total(),
                 tokens_per_s=sum(measured) if measured else None,
             )
 
     def _known(self) -> Set[str]:
         # a replica that is being stopped still reports
         return self._replicas or self._reports.keys()
-
-    def _unseen_tokens(self) -> int:
-        """Tokens that wait for a first token and that no report counts."""
-        return sum(self._unseen[one] for one in (None, *self._reports))
 
     def _outstanding(self, replica: str) -> int:
         report = self._reports.get(replica)
@@ -206,6 +202,11 @@ class PoolLoads:
             counter[booking.replica] -= booking.remaining
             counter[replica] += booking.remaining
         booking.replica = replica
+
+    def _see(self, booking: _Booking) -> None:
+        if not booking.seen:
+            booking.seen = True
+            self._unseen[booking.replica] -= booking.remaining
 
     def _shrink(self, booking: _Booking, tokens: int) -> None:
         booking.remaining -= tokens

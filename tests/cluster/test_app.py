@@ -6,7 +6,6 @@ import pytest
 from ray.serve._private.build_app import build_app as build_deployments
 
 from hybridserve.cluster.app import build_app, resolve_device
-from hybridserve.cluster.pool.deployment import build_pool
 from hybridserve.cluster.settings import load_settings
 
 
@@ -43,13 +42,31 @@ def test_limits_leave_room_for_our_own_admission(args: dict[str, object]) -> Non
     assert limits["ingress"] > 256 / 3
 
 
-def test_a_gpu_pool_reserves_one_bundle_a_shard(args: dict[str, object]) -> None:
-    settings = load_settings({**args, "parallel": {"tensor_parallel_size": 4}}, Path.cwd())
-    assert resolve_device(settings, {}) == "cuda"
-    deployment = build_pool(settings, "cuda")._bound_deployment
-    bundles = deployment._replica_config.placement_group_bundles
-    assert [bundle["GPU"] for bundle in bundles] == [1.0] * 4
-    assert bundles[0]["CPU"] > 2
+def test_every_pool_is_a_deployment_with_a_bundle_for_each_shard(demo_model: Path) -> None:
+    pools = [
+        {"name": "short", "max_prompt_tokens": 100, "replicas": 3},
+        {"name": "long", "tensor_parallel_size": 4, "replicas": {"min": 0, "max": 2}},
+    ]
+    args = {"model": {"path": str(demo_model)}, "serving": {"device": "cuda"}, "pools": pools}
+    built = build_deployments(build_app(args), name="app", default_runtime_env={})
+    short, long, ingress = built.deployments
+    assert [short.name, long.name, ingress.name] == ["pool-short", "pool-long", "ingress"]
+    assert short._deployment_config.num_replicas == 3
+    scaling = long._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas) == (0, 2)
+    assert scaling.policy.policy_kwargs["claims"] == {"short": 3.0, "long": 0.0}
+    for one, tp_size in ((short, 1), (long, 4)):
+        config = one._replica_config
+        assert [bundle["GPU"] for bundle in config.placement_group_bundles] == [1.0] * tp_size
+        assert config.placement_group_bundles[0]["CPU"] > 2
+        assert config.placement_group_strategy == "STRICT_PACK"
+    assert described(args) == described(args)
+
+
+def test_shards_that_do_not_divide_the_model_are_named(demo_model: Path) -> None:
+    pools = [{"name": "short", "max_prompt_tokens": 9}, {"name": "long", "tensor_parallel_size": 3}]
+    with pytest.raises(ValueError, match="pool long: tensor_parallel_size 3 does not divide the model: .*8"):
+        build_app({"model": {"path": str(demo_model)}, "pools": pools})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from hybridserve.cluster import serve_process
-from hybridserve.cluster.cli_serve import BUILDER, check_port_is_free, read_serve_file
+from hybridserve.cluster.cli_serve import check_port_is_free, read_serve_file
+from hybridserve.cluster.serve_file import BUILDER
 from hybridserve.cluster.serve_process import ServeProcess
 
 

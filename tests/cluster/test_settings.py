@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridserve.cluster.settings import AppSettings, in_settings_words, load_settings
+from hybridserve.cluster.settings import AppSettings, PoolSettings, in_settings_words, load_settings
 
 
 @pytest.fixture
@@ -110,7 +110,8 @@ def test_the_readme_lists_every_setting(repo_root: Path) -> None:
     settings = {
         f"{section}.{name}"
         for section, field in AppSettings.model_fields.items()
-        for name in field.annotation.model_fields
+        # the pools are a list of sections
+        for name in (PoolSettings if section == "pools" else field.annotation).model_fields
     }
     assert settings - listed == set()
     assert {key for key in listed if key.partition(".")[0] in AppSettings.model_fields} == settings
@@ -126,3 +127,71 @@ def test_a_shape_is_no_model_to_serve(tmp_path: Path) -> None:
     (tmp_path / "shape.yaml").write_text("model_type: qwen3_5_text")
     with pytest.raises(ValueError, match="model.path 'shape.yaml' is a file; a server needs the folder"):
         load_settings({"model": {"path": "shape.yaml", "load_format": "dummy"}}, tmp_path)
+
+
+def pooled(tmp_path: Path, *pools: dict[str, object], **sections: object) -> AppSettings:
+    (tmp_path / "config.json").write_text("{}")
+    return load_settings({"model": {"path": "."}, "pools": list(pools), **sections}, tmp_path)
+
+
+def test_without_pools_there_is_one_for_everything(model: str, tmp_path: Path) -> None:
+    [spec] = load_settings({"model": {"path": model}}, tmp_path).pool_specs()
+    assert (spec.name, spec.bucket, spec.replicas.min, spec.replicas.max) == ("pool", "0 and more", 1, 1)
+    assert spec.limits.token_budget == 64 * 4096
+    assert spec.borrows == ()
+
+
+def test_pools_take_what_they_do_not_say_from_the_sections(tmp_path: Path) -> None:
+    settings = pooled(
+        tmp_path,
+        {"name": "short", "max_prompt_tokens": 100, "serving": {"max_batch_size": 8, "cache_memory": "1MiB"}},
+        {"name": "middle", "max_prompt_tokens": 200, "replicas": {"min": 0, "max": 3}, "borrows": []},
+        {"name": "long", "tensor_parallel_size": 4, "replicas": 2},
+        serving={"max_batch_size": 16, "token_budget": 5000, "page_size": 32},
+        parallel={"tensor_parallel_size": 2},
+    )
+    specs = settings.pool_specs()
+    assert [spec.bucket for spec in specs] == ["0-100", "101-200", "201 and more"]
+    assert [spec.tensor_parallel_size for spec in specs] == [2, 2, 4]
+    assert [(spec.replicas.min, spec.replicas.max) for spec in specs] == [(1, 1), (0, 3), (2, 2)]
+    assert [spec.borrows for spec in specs] == [("middle", "long"), (), ()]
+    engines = [settings.engine_config("cuda", spec) for spec in specs]
+    assert [engine.max_num_seqs for engine in engines] == [8, 16, 16]
+    assert [engine.cache_memory_bytes for engine in engines] == [2**20, None, None]
+    assert [engine.tensor_parallel_size for engine in engines] == [2, 2, 4]
+    assert {engine.page_size for engine in engines} == {32}
+    assert {spec.limits.token_budget for spec in specs} == {5000}
+
+
+@pytest.mark.parametrize(
+    ("pools", "message"),
+    [
+        ([{"name": "a", "max_prompt_tokens": 5}], r"pools\[0\] \(a\): .* left out in the last pool.* got 5"),
+        ([{"name": "a"}, {"name": "b"}], r"pools\[0\] \(a\): max_prompt_tokens is missing"),
+        (
+            [{"name": "a", "max_prompt_tokens": 9}, {"name": "b", "max_prompt_tokens": 9}, {"name": "c"}],
+            r"pools\[1\] \(b\): max_prompt_tokens must be more than the 9 of the pool before it, got 9",
+        ),
+        ([{"name": "a", "max_prompt_tokens": 9}, {"name": "a"}], r"name is taken by pools\[0\], got 'a'"),
+        ([{"name": "Über"}], "pools.0.name: .*got 'Über'"),
+        ([{"name": "a", "replicas": 0}], "pools.0.replicas.*got 0"),
+        ([{"name": "a", "replicas": {"min": 3, "max": 2}}], "min must be at most max, got min 3 and max 2"),
+        ([{"name": "a", "tensor_parallel_size": 0}], "pools.0.tensor_parallel_size: .*got 0"),
+        ([{"name": "a", "bucket": 3}], "unknown key pools.0.bucket"),
+        (
+            [{"name": "a", "max_prompt_tokens": 9}, {"name": "b", "borrows": ["a"]}],
+            r"pools\[1\] \(b\): borrows must name longer pools \(there are none\), got 'a'",
+        ),
+        ([{"name": "a", "serving": {"max_batch": 3}}], r"unknown key pools \(a\).serving.max_batch"),
+        (
+            [{"name": "a", "serving": {"page_size": "x"}}],
+            r"pools \(a\).serving.page_size: .*got 'x'",
+        ),
+        ([{"name": "a", "serving": {"device": "cpu"}}], r"pools \(a\).serving.device: .*got 'cpu'"),
+    ],
+)
+def test_pools_that_make_no_sense_are_named(
+    tmp_path: Path, pools: list[dict[str, object]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        pooled(tmp_path, *pools)
