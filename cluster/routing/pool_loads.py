@@ -16,6 +16,9 @@ from hybridserve.cluster.routing.load import ReplicaLoad
 from hybridserve.cluster.routing.prefixes import PREFIX_TOKENS, LastReplicas
 from hybridserve.cluster.routing.rates import TokenRate
 
+# replicas that a choice looks at; measured in tests/cluster/routing/test_herding.py
+_COMPARED = 4
+
 
 @dataclass
 class _Booking:
@@ -104,10 +107,11 @@ class PoolLoads:
     def choose(self, candidates: Sequence[str], request_id: str | None) -> list[str]:
         """The candidates, the best first; a booked request counts as the best one's from now on.
 
-        The best has the fewest outstanding tokens, or has seen the prompt's beginning and has hardly more.
+        The best has the fewest outstanding tokens of a few taken at random, or has seen the prompt's
+        beginning and has hardly more.
         """
         with self._lock:
-            ranked = sorted(candidates, key=lambda one: (self._outstanding(one), self._rng.random()))
+            ranked = self._rank(candidates)
             booking = self._bookings.get(request_id) if request_id is not None else None
             if booking is None or not ranked:
                 return ranked
@@ -182,6 +186,11 @@ class PoolLoads:
                 queued=sum(load.queued_tokens for load in self._reports.values()) + self._unseen.total(),
                 tokens_per_s=sum(measured) if measured else None,
             )
+
+    def _rank(self, candidates: Sequence[str]) -> list[str]:
+        # were all compared, ingresses with the same reports would all pick the same replica until the next
+        shuffled = self._rng.sample(candidates, len(candidates))
+        return sorted(shuffled[:_COMPARED], key=self._outstanding) + shuffled[_COMPARED:]
 
     def _known(self) -> Set[str]:
         # a replica that is being stopped still reports

@@ -3,7 +3,9 @@
 Serve copies this module by value into its controller; what pools share there is in `gpu_ledger`.
 """
 
+import logging
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Literal
@@ -27,6 +29,9 @@ from hybridserve.cluster.settings import AppSettings
 
 _MEMORY = "memory"
 _CLUSTER_PERIOD_S = 5.0
+_REPORT_PERIOD_S = 1.0
+
+logger = logging.getLogger("ray.serve")
 
 
 class PoolScalingPolicy:
@@ -65,6 +70,10 @@ class PoolScalingPolicy:
         granted = ledger.grant(
             self._pool, signals.replicas, wanted, self._gpus_per_replica, self._total_gpus()
         )
+        if granted != signals.replicas:
+            logger.info("pool %s: replicas %d -> %d, %s", self._pool, signals.replicas, granted, signals)
+        elif granted != wanted:
+            logger.info("pool %s: %d replicas are wanted, GPUs allow %d", self._pool, wanted, granted)
         return granted, {_MEMORY: asdict(memory)}
 
     def _total_gpus(self) -> float:
@@ -124,13 +133,17 @@ def replica_options(
             "max_gpus": scaling.max_gpus,
         },
     )
-    config = AutoscalingConfig(
-        min_replicas=spec.replicas.min,
-        max_replicas=spec.replicas.max,
-        initial_replicas=spec.replicas.min,
-        # the rule has delays of its own, and takes each replica's last figure
-        upscale_delay_s=0.0,
-        downscale_delay_s=0.0,
-        policy=policy,
-    )
+    with warnings.catch_warnings():
+        # Serve 2.60 calls metrics_interval_s deprecated, and its replicas go by nothing else
+        warnings.simplefilter("ignore", DeprecationWarning)
+        config = AutoscalingConfig(
+            min_replicas=spec.replicas.min,
+            max_replicas=spec.replicas.max,
+            initial_replicas=spec.replicas.min,
+            metrics_interval_s=_REPORT_PERIOD_S,
+            # the rule has delays of its own, and takes each replica's last figure
+            upscale_delay_s=0.0,
+            downscale_delay_s=0.0,
+            policy=policy,
+        )
     return {"autoscaling_config": config}

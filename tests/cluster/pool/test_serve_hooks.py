@@ -1,0 +1,135 @@
+"""Our request router and autoscaling policy inside a real Serve, over engines without a model."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from hybridserve.cluster.bus.listener import BusListener
+from hybridserve.cluster.pool.client import HandlePoolClient
+from hybridserve.cluster.pool.interface import GenerationRequest
+from hybridserve.cluster.pool.replica import EngineActorOptions, PoolReplica
+from hybridserve.cluster.routing.cost import Cost
+from hybridserve.cluster.routing.registry import pool_loads
+from hybridserve.cluster.settings import parse_settings
+from hybridserve.replicas.sampling_params import SamplingParams
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("ray_instance")]
+
+
+@pytest.fixture
+def deploy():
+    """deploy(name, factory, replicas, **autoscaling): a pool's handle."""
+    from ray import serve
+
+    from hybridserve.cluster.serve_alpha.autoscaling import replica_options
+    from hybridserve.cluster.serve_alpha.request_router import router_config
+
+    names: list[str] = []
+
+    def run(name: str, factory: Callable, replicas: object, **autoscaling: object):
+        settings = parse_settings(
+            {
+                "model": {"path": "none"},
+                "serving": {"token_budget": 2000},
+                "autoscaling": autoscaling,
+                "pools": [{"name": "p", "replicas": replicas}],
+            }
+        )
+        [spec] = settings.pool_specs()
+        deployment = serve.deployment(
+            PoolReplica,
+            name="pool-p",
+            ray_actor_options={"num_cpus": 0.1},
+            max_ongoing_requests=200,
+            health_check_period_s=0.5,
+            graceful_shutdown_timeout_s=20.0,
+            request_router_config=router_config("p"),
+            **replica_options(settings, spec, "cpu"),
+        )
+        names.append(name)
+        options = EngineActorOptions(200, startup_timeout_s=30.0, num_cpus=0.1)
+        return serve.run(deployment.bind(factory, options), name=name, route_prefix=None)
+
+    yield run
+    for name in names:
+        serve.delete(name)
+
+
+async def listening(handle, name: str):
+    """The pool's client, and the loads that Serve's router in this process shares with it."""
+    loads = pool_loads(name, "p")
+    listener = BusListener("127.0.0.1", loads)
+    await listener.start()
+    return HandlePoolClient(handle, listener, "bus", loads), loads, listener
+
+
+async def answer(client, loads, name: str, max_tokens: int) -> int:
+    """Tokens that came; as the length router does."""
+    loads.book(name, Cost(1, max_tokens))
+    count = 0
+    try:
+        async for output in client.generate(
+            GenerationRequest(name, (5,), SamplingParams(max_tokens=max_tokens), max_tokens)
+        ):
+            count += len(output.token_ids)
+            loads.progress(name, len(output.token_ids))
+    finally:
+        loads.end(name)
+    return count
+
+
+async def test_replicas_get_tokens_alike_and_answers_to_one_http_request_all_come(
+    fake_factory, deploy
+) -> None:
+    from ray.serve import context
+
+    handle = deploy("router", fake_factory(step_s=0.01), 2)
+    client, loads, listener = await listening(handle, "router")
+    assert await client.ready()
+    # as within one HTTP request, whose calls all have the same id inside Serve
+    context._serve_request_context.set(context._RequestContext(_internal_request_id="one"))
+    big = asyncio.create_task(answer(client, loads, "big", 200))
+    await asyncio.sleep(0.3)
+    small = [asyncio.create_task(answer(client, loads, f"s{i}", 40)) for i in range(4)]
+    await asyncio.sleep(0.2)
+    running = sorted(load.running for load in loads.reports().values())
+    assert running == [1, 4]
+    assert await asyncio.gather(big, *small) == [200, 40, 40, 40, 40]
+    assert len(loads.replicas()) == 2
+    await asyncio.sleep(1.5)
+    assert loads.totals().outstanding == 0
+    assert set(loads.reports()) == set(loads.replicas())
+    await listener.close()
+
+
+async def test_a_pool_grows_under_load_and_a_stream_outlives_its_shrinking(fake_factory, deploy) -> None:
+    handle = deploy(
+        "scaling",
+        fake_factory(step_s=0.05),
+        {"min": 1, "max": 2},
+        target_load=0.1,
+        scale_up_after_s=0.2,
+        scale_down_after_s=1.0,
+    )
+    client, loads, listener = await listening(handle, "scaling")
+    assert await client.ready()
+    assert len(loads.replicas()) == 1
+
+    async def until(replicas: int, limit_s: float) -> float:
+        began = time.monotonic()
+        while len(loads.replicas()) != replicas:
+            assert time.monotonic() < began + limit_s, loads.replicas()
+            await asyncio.sleep(0.05)
+        return time.monotonic() - began
+
+    # 800 outstanding tokens, and 200 a replica are wanted
+    flood = [asyncio.create_task(answer(client, loads, f"f{i}", 200)) for i in range(4)]
+    await until(2, 20)
+    # one on each, still running when fewer replicas are enough
+    late = [asyncio.create_task(answer(client, loads, f"l{i}", 150)) for i in range(2)]
+    assert await asyncio.gather(*flood) == [200] * 4
+    await until(1, 20)
+    assert await asyncio.gather(*late) == [150] * 2
+    await listener.close()
