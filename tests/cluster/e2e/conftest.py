@@ -171,16 +171,16 @@ class Server:
 
 @pytest.fixture(scope="session")
 def new_server(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Iterator[Callable[..., Server]]:
-    """new_server(command, port, **serving): of the demo's YAML, changed as asked; stopped in the end."""
+    """new_server(command, port, config="demo.yaml", **serving): changed as asked; stopped in the end."""
     servers: list[Server] = []
 
-    def make(command: Sequence[str], port: int, **serving: object) -> Server:
+    def make(command: Sequence[str], port: int, config: str = "demo.yaml", **serving: object) -> Server:
         folder = tmp_path_factory.mktemp("serve")
-        config = yaml.safe_load((repo_root / "configs" / "demo.yaml").read_text())
-        config["http_options"]["port"] = port
-        config["applications"][0]["args"]["serving"].update(serving)
-        path = folder / "demo.yaml"
-        path.write_text(yaml.safe_dump(config))
+        content = yaml.safe_load((repo_root / "configs" / config).read_text())
+        content["http_options"]["port"] = port
+        content["applications"][0]["args"]["serving"].update(serving)
+        path = folder / config
+        path.write_text(yaml.safe_dump(content))
         servers.append(Server([*command, str(path)], port, folder / "serve.log", repo_root))
         return servers[-1]
 

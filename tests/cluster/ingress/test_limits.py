@@ -9,6 +9,7 @@ import pytest
 
 from hybridserve.cluster.ingress.limits import DropHeaders
 from hybridserve.cluster.ingress.options import IngressOptions
+from hybridserve.cluster.pool.interface import PoolBusy
 
 COMPLETIONS = "/v1/completions"
 GOOD = {"prompt": "def f", "max_tokens": 8}
@@ -69,6 +70,7 @@ def test_overload(make_api, pool):
     assert responses[5].status_code == 200
     refused = next(r for r in responses if r.status_code == 429)
     assert refused.headers["retry-after"] == "3"
+    assert refused.headers["x-hybridserve-reject-reason"] == "concurrent_requests"
     error = refused.json()["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
     assert "2" in error["message"]
@@ -83,6 +85,32 @@ def test_failed_requests_give_their_place_back(make_caller, pool):
         assert caller.post(COMPLETIONS, {**GOOD, "stream": True}).status_code == 500
     pool.failures = {}
     assert caller.post(COMPLETIONS, GOOD).status_code == 200
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions", "/generate"])
+def test_priority_and_what_was_asked_for_reach_the_pool(caller, pool, path):
+    body = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "def f"}
+    content = json.dumps({**body, "max_tokens": 7}).encode()
+    headers = {"x-hybridserve-priority": " Low "}
+    assert caller.request("POST", path, content=content, headers=headers).is_success
+    assert caller.post(path, body).is_success
+    asked = [(one.priority, one.stated_max_tokens) for one in pool.submitted]
+    assert asked == [("low", 7), ("normal", None)]
+    refused = caller.request("POST", path, content=content, headers={"x-hybridserve-priority": "9"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "x-hybridserve-priority"
+    assert "'9'" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_busy_pool_is_a_429_with_its_reason(caller, pool, stream):
+    pool.failures = {0: PoolBusy("pool long: full", 17, "queue_deadline")}
+    response = caller.post(COMPLETIONS, {**GOOD, "stream": stream})
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "17"
+    assert response.headers["x-hybridserve-reject-reason"] == "queue_deadline"
+    error = response.json()["error"]
+    assert (error["code"], error["message"]) == ("overloaded", "pool long: full")
 
 
 def test_every_answer_has_a_request_id(caller):

@@ -3,6 +3,9 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from hybridserve.cluster.pool.interface import PoolError
+from hybridserve.cluster.routing.load import ReplicaLoad
+from hybridserve.cluster.routing.pool_spec import PoolLimits, PoolSpec, ReplicaRange
+from hybridserve.cluster.routing.state import PoolState, ReplicaState
 from hybridserve.replicas.engine.plan import EngineLoad
 
 
@@ -73,6 +76,41 @@ def test_metrics_of_the_engine(caller, pool):
     assert (seen["hybridserve_pages_used"], seen["hybridserve_pages_total"]) == (70, 80)
     assert seen["hybridserve_preemptions_total"] == 11
     assert seen["hybridserve_step_seconds"] == 0.0125
+
+
+def test_pools_and_their_metrics(caller, pool):
+    limits = PoolLimits(4, 1000, 10.0, 0.9, 0.5)
+    load = ReplicaLoad(3, 4, 500, 5, 6, 70, 80, 9, 12.5, 11, 1000, 320, 120, 9000, 1.5)
+    pool.pool_states = [
+        PoolState(
+            spec=PoolSpec("short", 0, 512, 1, ReplicaRange(1, 4), ("long",), limits),
+            replicas=(ReplicaState("a1", 350, load), ReplicaState("b2", 0, None)),
+            budget_tokens=2000,
+            outstanding_tokens=350,
+            queued_tokens=150,
+            own_requests=2,
+            tokens_per_s=99.96,
+            queue_wait_s=1.5004,
+            decisions={"own": 7},
+            rejections={("token_budget", "low"): 2, ("token_budget", "high"): 1},
+            prefix_hits=3,
+        )
+    ]
+    [state] = caller.get("/pools").json()["pools"]
+    assert (state["name"], state["bucket"]) == ("short", {"above": 0, "max_prompt_tokens": 512})
+    replicas = state["replicas"]
+    assert (replicas["min"], replicas["max"], replicas["up"]) == (1, 4, 2)
+    assert [one["name"] for one in replicas["list"]] == ["a1", "b2"]
+    assert replicas["list"][0]["load"]["queue_age_s"] == 1.5 and replicas["list"][1]["load"] is None
+    assert state["budget"] == {"tokens": 2000, "outstanding_tokens": 350}
+    assert state["queue"] == {"tokens": 150, "age_s": 1.5, "wait_s": 1.5, "tokens_per_s": 100.0}
+    assert state["decisions"] == {"own": 7, "borrowed": 0, "prefix_hits": 3}
+    assert state["rejections"] == {"token_budget": {"high": 1, "low": 2}}
+    seen = metrics(caller)
+    assert seen["hybridserve_pool_replicas|short"] == 2
+    assert seen["hybridserve_pool_queue_age_seconds|short"] == 1.5
+    assert seen["hybridserve_router_decisions_total|own|short"] == 7
+    assert seen["hybridserve_router_rejections_total|short|low|token_budget"] == 2
 
 
 def test_metrics_of_requests_move(caller, pool):

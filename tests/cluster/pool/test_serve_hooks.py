@@ -131,5 +131,6 @@ async def test_a_pool_grows_under_load_and_a_stream_outlives_its_shrinking(fake_
     late = [asyncio.create_task(answer(client, loads, f"l{i}", 150)) for i in range(2)]
     assert await asyncio.gather(*flood) == [200] * 4
     await until(1, 20)
+    assert not any(task.done() for task in late)
     assert await asyncio.gather(*late) == [150] * 2
     await listener.close()
