@@ -9,7 +9,6 @@ import pytest
 
 from hybridserve.cluster.ingress.limits import DropHeaders
 from hybridserve.cluster.ingress.options import IngressOptions
-from hybridserve.cluster.pool.interface import PoolBusy
 
 COMPLETIONS = "/v1/completions"
 GOOD = {"prompt": "def f", "max_tokens": 8}
@@ -100,17 +99,6 @@ def test_priority_and_what_was_asked_for_reach_the_pool(caller, pool, path):
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "x-hybridserve-priority"
     assert "'9'" in refused.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_busy_pool_is_a_429_with_its_reason(caller, pool, stream):
-    pool.failures = {0: PoolBusy("pool long: full", 17, "queue_deadline")}
-    response = caller.post(COMPLETIONS, {**GOOD, "stream": stream})
-    assert response.status_code == 429
-    assert response.headers["retry-after"] == "17"
-    assert response.headers["x-hybridserve-reject-reason"] == "queue_deadline"
-    error = response.json()["error"]
-    assert (error["code"], error["message"]) == ("overloaded", "pool long: full")
 
 
 def test_every_answer_has_a_request_id(caller):

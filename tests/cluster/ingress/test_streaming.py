@@ -131,9 +131,10 @@ def test_a_pool_that_fails_before_the_first_token_is_a_503(caller, pool, path, s
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_busy_pool_is_a_429(caller, pool, path, stream):
-    pool.failures = {0: PoolBusy("all 4 places are taken", 7)}
+    pool.failures = {0: PoolBusy("all 4 places are taken", 7, "queue_deadline")}
     response = caller.post(path, {**BODIES[path], "stream": stream})
     assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+    assert response.headers["x-hybridserve-reject-reason"] == "queue_deadline"
     assert response.json()["error"]["code"] == "overloaded"
 
 
