@@ -25,7 +25,7 @@ class PeerMemory:
         two halves, which calls take in turn: a rank that is one call ahead then writes what no slower rank
         still reads, and one barrier a call suffices.
     signals: int64 [world_size] on the device, where each rank's signals lie, int32 [MAX_PROGRAMS, 2,
-        world_size], zero at first: word [p, b, r] is the number of calls in which program p of rank r has come
+        world_size], zero at first: word [p, b, r] counts the calls in which program p of rank r came
         to barrier b.
     calls: int32 [MAX_PROGRAMS] on the device, zero at first: how many calls a program of this rank has made;
         in memory and no argument, so that a CUDA graph may hold a call.
