@@ -96,7 +96,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     if device.type == "cuda" and not config.enforce_eager:
         with report.part("graphs"):
             before = torch.cuda.memory_reserved(device)
-            limits = GraphLimits(model_config.vocab_size, capacity.max_model_len, budget, placement.dtype)
+            limits = GraphLimits(capacity.max_model_len, budget, placement.dtype)
             report.graphs = runner.capture_graphs(limits)
             report.memory["graphs"] = torch.cuda.memory_reserved(device) - before
     _log_capacity(config, capacity, describe_capacity(layout, capacity))

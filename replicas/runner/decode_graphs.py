@@ -2,7 +2,8 @@
 
 A step of n rows runs in the smallest bucket that holds it; the rows behind are padding, which reads and
 writes no state and no page. The host's part of a step is one transfer into fixed memory and two launches of
-graphs: model, then draw. Rows whose logits are edited, or that want logprobs, are drawn outside of a graph.
+graphs: model, then draw. Rows whose logits are edited, or that want logprobs, are drawn outside of a graph, and
+with several shards all rows that are not greedy: they may have to ask the other shards twice.
 """
 
 import math
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridserve.kernels.sampler import greedy, keep_drawn, sample_seeded, take_drawn
+from hybridserve.kernels.sampler import keep_drawn, take_drawn
+from hybridserve.parallel.vocabulary import VocabularyShard
 from hybridserve.replicas.engine.plan import SampleSpec, StepPlan
 from hybridserve.replicas.models.batch import ReplayRows, StepBatch
 from hybridserve.replicas.runner.batching import KNOWN, StepArrays
@@ -79,11 +81,12 @@ class DecodeGraphs:
         storage: ArenaStorage,
         drawn: torch.Tensor,
         *,
-        vocab_size: int,
+        vocabulary: VocabularyShard,
         max_model_len: int,
         device: torch.device,
     ) -> None:
-        """forward: a batch to hidden states. compute_logits: with `out`, fp32 [rows, vocab]; see the model.
+        """forward: a batch to hidden states. compute_logits: with `out`, fp32 [rows, the shard's ids]; see the
+        model.
 
         drawn: int64 [2, max_num_seqs], tokens and finite flags of the last step.
         """
@@ -91,13 +94,13 @@ class DecodeGraphs:
         self._compute_logits = compute_logits
         self._window = storage.layout.unit.replay_window
         self._drawn = drawn
-        self._vocab_size = vocab_size
+        self._vocabulary = vocabulary
         self._buckets = decode_buckets(drawn.shape[1])
         self._rows = math.ceil(self._buckets[-1] / ROW_ALIGN) * ROW_ALIGN
         self._fields = _Fields.of(self._rows, device=device)
         pages = max(1, storage.layout.pages_for(max_model_len))
         self._tables = torch.zeros(self._rows, pages, dtype=torch.int32, device=device)
-        self._logits = torch.empty(self._rows, vocab_size, dtype=torch.float32, device=device)
+        self._logits = torch.empty(self._rows, vocabulary.count, dtype=torch.float32, device=device)
         self._always = torch.ones(self._rows, dtype=torch.bool, device=device)
         self._models: dict[int, torch.cuda.CUDAGraph] = {}
         self._greedy: dict[int, torch.cuda.CUDAGraph] = {}
@@ -107,13 +110,19 @@ class DecodeGraphs:
     def num_graphs(self) -> int:
         return len(self._models) + len(self._greedy) + len(self._sampled)
 
+    @property
+    def _captures_draws(self) -> bool:
+        """Whether rows that are not greedy are drawn in graphs, too."""
+        return self._vocabulary.group.size == 1
+
     def rehearse(self) -> None:
         """Do what capturing would launch, on padding alone and without reading what was drawn."""
         for bucket in self._buckets:
             take_drawn(self._fields["token_ids"][:bucket], self._drawn[0], self._fields["sources"][:bucket])
             self._run_model(bucket, self._fields["token_ids"][:bucket])
             self._draw_greedily(bucket)
-            self._draw_sampled(bucket)
+            if self._captures_draws:
+                self._draw_sampled(bucket)
 
     def capture(self) -> None:
         """Capture all graphs, largest first, so that they share the largest one's memory."""
@@ -125,6 +134,8 @@ class DecodeGraphs:
                 (self._greedy, self._draw_greedily),
                 (self._sampled, self._draw_sampled),
             ):
+                if graphs is self._sampled and not self._captures_draws:
+                    continue
                 # once outside: what a first call allocates for good must not lie in a graph's memory
                 body(bucket)
                 graphs[bucket] = graph = torch.cuda.CUDAGraph()
@@ -144,13 +155,15 @@ class DecodeGraphs:
         """Queue a step that `takes` accepted; the draws are kept in `drawn`, too."""
         count = len(specs)
         bucket = next(size for size in self._buckets if size >= count)
-        self.stage(arrays, SampleArrays.of(specs, self._vocab_size), bucket)
+        self.stage(arrays, SampleArrays.of(specs, self._vocabulary.vocab_size), bucket)
         self._models[bucket].replay()
-        if any(s.params.logprobs is not None or edits_logits(s) for s in specs):
+        all_greedy = all(s.params.greedy for s in specs)
+        captured = all_greedy or self._captures_draws
+        if not captured or any(s.params.logprobs is not None or edits_logits(s) for s in specs):
             draws = sampler.draw(self._logits[:count], specs)
             keep_drawn(draws.tokens, draws.finite, self._drawn)
             return draws
-        graphs = self._greedy if all(s.params.greedy for s in specs) else self._sampled
+        graphs = self._greedy if all_greedy else self._sampled
         graphs[bucket].replay()
         return Draws(self._drawn[0, :count], self._drawn[1, :count])
 
@@ -206,11 +219,12 @@ class DecodeGraphs:
         self._compute_logits(self._forward(batch), out=self._logits[:bucket])
 
     def _draw_greedily(self, bucket: int) -> None:
-        keep_drawn(*greedy(self._logits[:bucket]), self._drawn)
+        keep_drawn(*self._vocabulary.greedy(self._logits[:bucket]), self._drawn)
 
     def _draw_sampled(self, bucket: int) -> None:
         fields = self._fields
         options = (fields[name][:bucket] for name in ("temperature", "top_k", "top_p", "min_p", "seeds"))
         # the token to draw follows the row's own
-        drawn = sample_seeded(self._logits[:bucket], *options, fields["positions"][:bucket] + 1)
+        positions = fields["positions"][:bucket] + 1
+        drawn = self._vocabulary.sample_seeded(self._logits[:bucket], *options, positions)
         keep_drawn(*drawn, self._drawn)
