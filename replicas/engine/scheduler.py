@@ -87,8 +87,8 @@ class Scheduler:
             ending = bool(self._running) and all(r.awaits_its_last_token for r in self._running)
             assert ending or not self.has_requests, "requests wait but none can be scheduled"
             return None
-        # a last token with earlier context is fit for the recurrent form, whatever brought it here. One in the
-        # middle of a prompt is not: the chunk after it would go on from a state that its ring completes
+        # a last token with earlier context is fit for the recurrent form, whatever brought it here; one amid
+        # a prompt is not, as the chunk after it would go on from a state that its ring completes
         rows = [r for r in scheduled if r.is_decode]
         # in the order of their states, so that a kernel finds neighbours side by side
         rows.sort(key=lambda r: r.unit_table)
