@@ -116,7 +116,7 @@ class VocabularyShard:
         tokens, finite = sampler.greedy(logits)
         own = tokens.unsqueeze(1)
         values, ids, finite = self._exchange(logits.gather(1, own), own + self.start, finite.unsqueeze(1))
-        return *_first_best(values, ids), finite.bool().all(-1), values.amax(-1)
+        return _first_best(values, ids), finite.bool().all(-1), values.amax(-1)
 
     def _draw_unfiltered(
         self,
