@@ -11,6 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+SPLITS = ("heads", "head_v_dim")
+"""What `shard_value_heads` cuts first."""
+
 
 @dataclass(frozen=True)
 class HeadShard:
@@ -84,10 +87,6 @@ def shard_heads(what: str, total_heads: int, total_shared_heads: int, rank: int,
     first = rank * count
     run = math.gcd(count, ratio)
     return HeadShard(first, count, tuple(head // ratio for head in range(first, first + count, run)))
-
-
-SPLITS = ("heads", "head_v_dim")
-"""What `shard_value_heads` cuts first."""
 
 
 def shard_value_heads(

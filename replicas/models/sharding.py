@@ -5,10 +5,10 @@ Knows nothing of tensors; the model's layers cut their weights by the same `mixe
 
 from dataclasses import replace
 
-from hybridserve.parallel.heads import HeadShard, check_divides, shard_heads, shard_value_heads
+from hybridserve.parallel.heads import SPLITS, HeadShard, check_divides, shard_heads, shard_value_heads
 from hybridserve.replicas.models.specs import FullAttentionSpec, LinearAttentionSpec, MixerSpec, ModelConfig
 
-LINEAR_SPLITS = ("heads", "head_v_dim")
+LINEAR_SPLITS = SPLITS
 """What shards cut first of a linear-attention layer; see `shard_value_heads`."""
 MOE_SPLITS = ("intermediate", "experts")
 """What shards hold of the routed experts: a part of each, or some of them whole."""
