@@ -60,7 +60,10 @@ def check_divides(totals: Sequence[tuple[str, int]], size: int) -> None:
     if not wrong:
         return
     common = math.gcd(*(total for _, total in totals))
-    nearest = [*_first_divisor(common, range(size - 1, 0, -1)), *_first_divisor(common, range(size + 1, common + 1))]
+    nearest = [
+        *_first_divisor(common, range(size - 1, 0, -1)),
+        *_first_divisor(common, range(size + 1, common + 1)),
+    ]
     raise ValueError(
         f"tp_size {size} does not divide {' and '.join(wrong)}; the nearest that does is "
         f"{' or '.join(map(str, nearest))}"

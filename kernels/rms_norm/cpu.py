@@ -41,7 +41,7 @@ def rms_norm_gated_given(
     squares: torch.Tensor,
     size: int,
 ) -> torch.Tensor:
-    """`rms_norm_gated` of channels of wider rows, whose sums of squares over all `size` channels are given."""
+    """`rms_norm_gated` of some channels of rows whose sums of squares over all `size` are given."""
     scale = squares.mul(1 / size).add_(eps).rsqrt_().unsqueeze(-1)
     normed = (x.float() * scale).mul_(weight.float())
     return normed.mul_(F.silu(gate.float())).to(x.dtype)

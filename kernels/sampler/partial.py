@@ -1,7 +1,7 @@
 """The steps of a draw one by one, for ranks that hold some columns of every row and meet in between.
 
-Plain PyTorch of `cpu`, on either device; what a rank computes of its columns is to the bit what `cpu` computes of
-them in a whole row, sums aside. Knows nothing of how ranks meet.
+Plain PyTorch of `cpu`, on either device; what a rank computes of its columns is to the bit what `cpu` computes
+of them in a whole row, sums aside. Knows nothing of how ranks meet.
 """
 
 import torch
@@ -13,7 +13,7 @@ __all__ = ["best_score", "draw_keys", "draw_ranked", "merged", "ranked", "total_
 
 
 def ranked(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` largest of each row of logits [R, n] and their columns, by falling value and rising column."""
+    """The `count` largest of each row of logits [R, n], by falling value and rising column; with columns."""
     return cpu.ranked(logits, count)
 
 

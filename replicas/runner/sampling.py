@@ -109,9 +109,7 @@ class Sampler:
         rows = tuple(i for i, s in enumerate(specs) if s.params.logprobs is not None)
         (index,) = upload([np.asarray(rows, dtype=np.int64)], self._device)
         num_top = max(specs[i].params.logprobs or 0 for i in rows)
-        found = self._draws.token_logprobs(
-            raw.index_select(0, index), tokens.index_select(0, index), num_top
-        )
+        found = self._draws.token_logprobs(raw.index_select(0, index), tokens.index_select(0, index), num_top)
         return DrawnLogprobs(rows, *found)
 
     def logprobs_of(

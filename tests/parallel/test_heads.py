@@ -66,7 +66,13 @@ def test_every_channel_is_held_once(shared, ratio, head_dim, split, data) -> Non
 
 @pytest.mark.parametrize(
     ("split", "size", "num_heads", "num_parts"),
-    [("heads", 8, 4, 1), ("heads", 64, 1, 2), ("heads", 12, 8, 3), ("head_v_dim", 8, 32, 8), ("head_v_dim", 12, 32, 12)],
+    [
+        ("heads", 8, 4, 1),
+        ("heads", 64, 1, 2),
+        ("heads", 12, 8, 3),
+        ("head_v_dim", 8, 32, 8),
+        ("head_v_dim", 12, 32, 12),
+    ],
 )
 def test_what_is_cut_first(split, size, num_heads, num_parts) -> None:
     shard = shard_value_heads("channels", 32, 16, 96, 0, size, split)

@@ -56,7 +56,11 @@ def test_rms_norm_gated(device, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rms_norm_gated_of_some_channels(device, dtype):
     """Against the norm of whole rows; sums of squares come as columns of a wider tensor."""
-    for tokens, heads, dim, own in ((3, 5, 60, slice(8, 30)), (2, 1, 256, slice(0, 128)), (1, 4, 32, slice(16, 32))):
+    for tokens, heads, dim, own in (
+        (3, 5, 60, slice(8, 30)),
+        (2, 1, 256, slice(0, 128)),
+        (1, 4, 32, slice(16, 32)),
+    ):
         x, gate = ((torch.randn(tokens, heads, dim, device=device) * s).to(dtype) for s in (3, 5))
         weight = torch.randn(dim, device=device)
         with poisoned_memory():

@@ -29,14 +29,12 @@ REQUESTS = [
 ]
 
 
-def answers(
-    group: TensorParallelGroup, folder: str, split: str, num_extents: int
-) -> tuple[list[tuple], int]:
+def answers(group: TensorParallelGroup, folder: str, split: str, num_extents: int) -> tuple[list[tuple], int]:
     """(tokens, logprobs, prompt logprobs) of every request, and how often any was preempted."""
     model_config = EngineConfig(folder, linear_attention_split=split).read_model_config()
     model = load_model(folder, model_config, group, torch.float32, CPU)
     mixers = shard_config(model_config, group.rank, group.size).mixers
-    layout = plan_arena(mixers, 4, 16)
+    layout = plan_arena(mixers, 4, 4)
     storage = ArenaStorage(layout, num_extents, mixers, torch.float32, CPU)
     storage.buffer.fill_(0xFF)
     engine = Engine(
@@ -48,7 +46,7 @@ def answers(
         max_num_batched_tokens=48,
     )
     for number, options in enumerate(REQUESTS):
-        prompt = [(31 * number + 7 * i) % 8000 for i in range(25 + 17 * number)]
+        prompt = [(31 * number + 7 * i) % 8000 for i in range(78 + number)]
         engine.add_request(str(number), prompt, SamplingParams(max_tokens=14, ignore_eos=True, **options))
     found: list[tuple[list, list, list]] = [([], [], []) for _ in REQUESTS]
     preemptions = dict.fromkeys(range(len(REQUESTS)), 0)
