@@ -104,12 +104,9 @@ def shard_value_heads(
     Raises:
         ValueError: `size` does not divide total_heads * head_dim, which is named `what`.
     """
-    assert split in SPLITS, split
     divide(what, total_heads * head_dim, size)
-    if split == "heads":
-        num_parts = size // math.gcd(size, total_heads)
-    else:
-        num_parts = math.gcd(size, head_dim)
+    parts = {"heads": size // math.gcd(size, total_heads), "head_v_dim": math.gcd(size, head_dim)}
+    num_parts = parts[split]
     group, part = divmod(rank, num_parts)
     shard = shard_heads(what, total_heads, total_shared_heads, group, size // num_parts)
     return replace(shard, part=part, num_parts=num_parts)

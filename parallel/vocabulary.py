@@ -1,8 +1,8 @@
 """Drawing tokens from logits whose columns are cut over the ranks of a group, without gathering them.
 
 Owns which ids a rank holds, and what the ranks tell each other of their parts: a few numbers a row for greedy
-and unfiltered rows, the likeliest ids for filtered ones. Every function returns the same on all ranks, and the
-tokens that the whole rows would give on one. Knows nothing of requests.
+and unfiltered rows, the likeliest ids for filtered ones. Every function returns the same on all ranks, and
+the tokens that one rank would draw from whole rows. Knows nothing of requests.
 """
 
 import torch
@@ -30,8 +30,8 @@ class VocabularyShard:
         """Ids of every rank but the last."""
         if (group.size - 1) * self.width >= vocab_size:
             raise ValueError(
-                f"tp_size {group.size} leaves a rank without tokens of vocab_size {vocab_size}, of which each "
-                f"of the others has {self.width}"
+                f"tp_size {group.size} leaves a rank without tokens of vocab_size {vocab_size}, as each of the "
+                f"others has {self.width}"
             )
         self.start = group.rank * self.width
         self.end = min(self.start + self.width, vocab_size)
@@ -183,5 +183,5 @@ class VocabularyShard:
 
 
 def _first_best(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The id of each row's largest value, [R, size]; of equal ones that of the lowest rank, whose is lowest."""
+    """The id of each row's largest value, [R, size]; of equal ones that of the lowest rank, the lowest."""
     return ids.gather(1, values.argmax(-1, keepdim=True)).squeeze(1)

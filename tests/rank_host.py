@@ -1,4 +1,4 @@
-"""A process that imports torch once and forks the ranks of tensor-parallel groups: `python rank_host.py FOLDER`.
+"""A process that imports torch once and forks the ranks of groups: `python rank_host.py FOLDER`.
 
 Reads pickled jobs from its standard input, (tp_size, file, name of a function in it, keyword arguments), has
 every rank of a gloo group of that size call function(group, **arguments), and writes the pickled list of

@@ -1,7 +1,7 @@
 """The steps of a draw one by one, for ranks that hold some columns of every row and meet in between.
 
-Plain PyTorch of `cpu`, on either device; what a rank computes of its columns is to the bit what `cpu` computes
-of them in a whole row, sums aside. Knows nothing of how ranks meet.
+Plain PyTorch of `cpu`, on either device; what a rank computes of its columns is to the bit what `cpu`
+computes of them in a whole row, sums aside. Knows nothing of how ranks meet.
 """
 
 import torch

@@ -46,7 +46,7 @@ class VocabParallelEmbedding(Layer):
 
 
 class ParallelLMHead(Layer):
-    """Logits of the rank's part of the vocabulary; `tied` shares an embedding's weight instead of holding one.
+    """Logits of the rank's part of the vocabulary; `tied` shares an embedding's weight, else it has its own.
 
     They are not gathered: `vocabulary` says which part they are, and draws from the ranks' parts.
     """
@@ -71,5 +71,5 @@ class ParallelLMHead(Layer):
         self.weight = ShardedParameter(weight, {"": cut})
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden: [R, hidden_size]. Returns fp32 [R, ids of this rank], which is `out` where that is given."""
+        """hidden: [R, hidden_size]. Returns fp32 [R, ids of this rank], in `out` if that is given."""
         return linear(hidden, self.weight, out=out, out_dtype=torch.float32, dependent=True)

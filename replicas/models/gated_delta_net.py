@@ -151,7 +151,7 @@ class GatedDeltaNet(Layer):
 
 def qkv_cut(spec: LinearAttentionSpec, heads: HeadShard) -> Cut:
     """A shard's rows of q|k|v: the key heads its value heads use, in both q and k, and its value heads."""
-    key_dim, k_dim, v_dim = spec.total_key_dim, spec.head_k_dim, spec.head_v_dim
+    key_dim, k_dim = spec.total_key_dim, spec.head_k_dim
     return Cut(
         2 * key_dim + spec.total_value_dim,
         head_ranges(heads.shared_heads, k_dim, k_dim)
@@ -180,7 +180,7 @@ def interleaved_cuts(spec: LinearAttentionSpec, heads: HeadShard) -> dict[str, C
     def of_value_heads(
         stride: int, base: int, rows: int, own: tuple[int, int]
     ) -> tuple[tuple[int, int], ...]:
-        """Rows `own` of each value head, which have `rows` each and lie end to end from `base` on in a group."""
+        """Rows `own` of each value head's `rows`, heads lying end to end from `base` on in a group."""
         start, end = own
         at = (head // ratio * stride + base + head % ratio * rows + start for head in heads.heads)
         return joined_ranges(at, end - start)

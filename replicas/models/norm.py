@@ -53,7 +53,7 @@ class PartialGatedRMSNorm(Layer):
         *,
         device: torch.device,
     ) -> None:
-        """channels: those that the rank holds of each of its heads, which are numbered from `first_head` on."""
+        """channels: those that the rank holds of each of its heads, the first of which is `first_head`."""
         super().__init__()
         self.eps, self.group = eps, group
         self.size, self.total_num_heads, self.first_head = channels.total, total_num_heads, first_head

@@ -172,7 +172,7 @@ class Qwen3_5ForCausalLM(Layer):
         return self.model(batch, caches)
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden: [R, hidden_size]. Returns fp32 [R, this shard's part of vocab_size], `out` where it is given.
+        """hidden: [R, hidden_size]. Returns fp32 [R, this shard's part of vocab_size], in `out` if given.
 
         `vocabulary` draws from the shards' parts, or gathers them.
         """
@@ -203,7 +203,7 @@ class Qwen3_5ForCausalLM(Layer):
         return next((why for prefix, why in SKIPPED_PREFIXES.items() if name.startswith(prefix)), None)
 
     def _is_another_ranks_expert(self, name: str) -> bool:
-        """Whether a tensor is of one expert, of a layer that has its experts by ranks, and not of this rank's."""
+        """Whether a tensor is of an expert that, in a layer with experts by ranks, is not this rank's."""
         found = EXPERT_NAME.fullmatch(name.removeprefix(self.config.weights_prefix))
         if found is None or int(found["layer"]) >= len(self.model.layers):
             return False

@@ -2,8 +2,8 @@
 
 A step of n rows runs in the smallest bucket that holds it; the rows behind are padding, which reads and
 writes no state and no page. The host's part of a step is one transfer into fixed memory and two launches of
-graphs: model, then draw. Rows whose logits are edited, or that want logprobs, are drawn outside of a graph, and
-with several shards all rows that are not greedy: they may have to ask the other shards twice.
+graphs: model, then draw. Rows whose logits are edited, or that want logprobs, are drawn outside of a graph;
+with several shards all rows are, where some are not greedy: they may have to ask the other shards twice.
 """
 
 import math
@@ -85,8 +85,7 @@ class DecodeGraphs:
         max_model_len: int,
         device: torch.device,
     ) -> None:
-        """forward: a batch to hidden states. compute_logits: with `out`, fp32 [rows, the shard's ids]; see the
-        model.
+        """forward: a batch to hidden states. compute_logits: with `out`, fp32 [rows, the shard's ids].
 
         drawn: int64 [2, max_num_seqs], tokens and finite flags of the last step.
         """

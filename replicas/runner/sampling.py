@@ -94,7 +94,7 @@ class Sampler:
             bias_batch(logits, *upload(arrays, self._device))
 
     def _held_ids(self, spec: SampleSpec, num_columns: int) -> tuple[Sequence[int] | np.ndarray, int]:
-        """The columns of a row's tokens so far, and how many of them are the prompt's; none without penalty."""
+        """The columns of a row's tokens so far, and how many are the prompt's; none without penalty."""
         if not spec.params.has_penalty:
             return (), 0
         if self._shard is None:
@@ -115,7 +115,7 @@ class Sampler:
     def logprobs_of(
         self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int
     ) -> list[TokenLogprobs]:
-        """Log-probabilities of one given token a row of fp32 `logits` [R, ids], with the `num_top` likeliest."""
+        """Log-probabilities of a given token a row of fp32 `logits` [R, ids], with the `num_top` likeliest."""
         ids = torch.tensor(token_ids, device=logits.device)
         found = self._draws.token_logprobs(logits, ids, num_top)
         logprob, rank, top_ids, top_logprobs = (t.tolist() for t in found)

@@ -24,7 +24,7 @@ STEPS = 6
 
 
 class Wire:
-    """A process group that keeps a list of what goes through it: (collective, shape, dtype) of a rank's part."""
+    """A process group that lists what goes through it: (collective, shape, dtype) of a rank's part."""
 
     def __init__(self, backend: dist.Backend | None) -> None:
         self._backend = backend
@@ -56,8 +56,8 @@ def build(
 def generate(
     group: TensorParallelGroup, folder: str, splits: tuple[str, str] = ("heads", "intermediate")
 ) -> tuple[torch.Tensor, list[list[int]]]:
-    """Logits of all steps, and the greedy tokens of three prompts: one alone in two chunks, then with another,
-    then all in decode rows beside a last prompt; that is, mixed steps of chunks and rows."""
+    """Logits of all steps, and the greedy tokens of three prompts: one alone, cut in two chunks, of which the
+    second runs beside another prompt; then decode rows of both beside a third; then rows of all."""
     config, loaded = build(group, folder, torch.float32, splits)
     texts = [KIT["random_tokens"](size, config.vocab_size, seed=size) for size in PROMPTS]
     done, out, logits = [0] * len(texts), [[] for _ in texts], []

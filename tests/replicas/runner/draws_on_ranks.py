@@ -1,4 +1,4 @@
-"""What every rank of a group computes for `test_sampling_on_ranks.py`: draws from its part of made-up logits."""
+"""What every rank computes for `test_sampling_on_ranks.py`: draws from its part of made-up logits."""
 
 from dataclasses import astuple
 

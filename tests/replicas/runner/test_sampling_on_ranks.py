@@ -49,7 +49,7 @@ def test_only_rows_beyond_the_candidates_are_gathered(on_ranks, program) -> None
     expected, _ = program["draw"](SINGLE, **options)
     for found, num_gathered in on_ranks(2, PROGRAM, "draw", **options):
         assert_same(found, expected)
-        # of the 15 kinds of rows: four with top_p, one with min_p alone, one with a top_k beyond the candidates
+        # of 15 kinds of rows: four with top_p, one with min_p alone, one with a top_k beyond the candidates
         assert num_gathered == 6
     for _, num_gathered in on_ranks(2, PROGRAM, "draw", vocab=6000, rows=15, scale=8.0):
         # a top_k of 1,500 needs to know the weight of as many
