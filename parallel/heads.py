@@ -56,7 +56,7 @@ def check_divides(totals: Sequence[tuple[str, int]], size: int) -> None:
 
     The message names those it does not divide, and the nearest sizes that divide all.
     """
-    wrong = [f"{what} {total}" for what, total in dict(totals).items() if total % size]
+    wrong = [f"{what} {total}" for what, total in dict.fromkeys(totals) if total % size]
     if not wrong:
         return
     common = math.gcd(*(total for _, total in totals))

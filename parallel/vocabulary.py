@@ -30,8 +30,8 @@ class VocabularyShard:
         """Ids of every rank but the last."""
         if (group.size - 1) * self.width >= vocab_size:
             raise ValueError(
-                f"tp_size {group.size} leaves a rank without tokens of vocab_size {vocab_size}, as each of the "
-                f"others has {self.width}"
+                f"tp_size {group.size} leaves a rank without tokens of vocab_size {vocab_size}: "
+                f"{self.width} on each of the others are all"
             )
         self.start = group.rank * self.width
         self.end = min(self.start + self.width, vocab_size)

@@ -38,7 +38,8 @@ class EngineConfig:
     """What shards cut first of linear-attention layers: value "heads", or "head_v_dim", the channels of every
     head, at the price of a small all-reduce more a layer. What the one leaves is cut by the other."""
     moe_split: str = "intermediate"
-    """Of mixture-of-experts layers a shard holds an "intermediate" part of every expert, or whole "experts"."""
+    """What a shard holds of mixture-of-experts layers: an "intermediate" part of all experts, or whole
+    "experts"."""
     max_model_len: int | None = None
     """None: the model's own limit, or what the arena holds if that is less."""
     max_num_seqs: int = 256

@@ -26,6 +26,10 @@ from hybridserve.replicas.models.specs import LinearAttentionSpec
 from hybridserve.replicas.models.step import KernelTable, Phase, PhaseBatch, StepContext, run_phases
 
 
+GPU_MIN_CHANNELS = 16
+"""Value channels of a head that the GPU's prefill takes at least."""
+
+
 class CausalConv(Layer):
     """Depthwise weights of the convolution over q|k|v, in the orders that its two kernels read."""
 
@@ -70,6 +74,11 @@ class GatedDeltaNet(Layer):
         channels = Cut(spec.head_v_dim, (heads.channels(spec.head_v_dim),))
         self.head_k_dim, self.head_v_dim = spec.head_k_dim, channels.count
         self.is_partial = heads.num_parts > 1
+        if device.type == "cuda" and channels.count < GPU_MIN_CHANNELS <= spec.head_v_dim:
+            raise ValueError(
+                f"tp_size {group.size} leaves {channels.count} of linear_value_head_dim {spec.head_v_dim} on a "
+                f"shard; on a GPU it must be {GPU_MIN_CHANNELS} or more"
+            )
         self.heads = {
             "num_k_heads": heads.num_shared_heads,
             "num_v_heads": heads.num_heads,

@@ -115,7 +115,7 @@ class Sampler:
     def logprobs_of(
         self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int
     ) -> list[TokenLogprobs]:
-        """Log-probabilities of a given token a row of fp32 `logits` [R, ids], with the `num_top` likeliest."""
+        """Log-probabilities of one token a row of fp32 `logits` [R, ids], with the `num_top` likeliest."""
         ids = torch.tensor(token_ids, device=logits.device)
         found = self._draws.token_logprobs(logits, ids, num_top)
         logprob, rank, top_ids, top_logprobs = (t.tolist() for t in found)

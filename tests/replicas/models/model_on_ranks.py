@@ -87,7 +87,8 @@ def generate(
 
 
 def wire(group: TensorParallelGroup, folder: str, splits: tuple[str, str]) -> list[list[tuple]]:
-    """What one rank sends in a prompt of 5 tokens, and in a decode step of two sequences, in bf16."""
+    """What one rank sends in a step of two prompts, 5 tokens and 1, and in a decode step of both, in bf16,
+    with two greedy draws each."""
     backend = Wire(group.backend)
     config, loaded = build(
         TensorParallelGroup(group.rank, group.size, backend), folder, torch.bfloat16, splits
@@ -99,6 +100,8 @@ def wire(group: TensorParallelGroup, folder: str, splits: tuple[str, str]) -> li
     ):
         backend.calls.clear()
         with torch.inference_mode():
-            loaded.model(loaded.caches.batch(work, num_decodes), loaded.caches.layers)
+            hidden = loaded.model(loaded.caches.batch(work, num_decodes), loaded.caches.layers)
+            own = loaded.model.compute_logits(hidden[-2:])
+            loaded.model.vocabulary.greedy(own)
         found.append(list(backend.calls))
     return found

@@ -10,6 +10,7 @@ from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.weights import staging
 from hybridserve.replicas.models.config import load_model_config
 from hybridserve.replicas.models.footprint import measure_footprint
+from hybridserve.replicas.models.gated_delta_net import GatedDeltaNet
 from hybridserve.replicas.models.registry import build_model, load_model
 from hybridserve.replicas.models.sharding import shard_mixer, with_splits
 from hybridserve.replicas.models.specs import FullAttentionSpec, LinearAttentionSpec
@@ -59,6 +60,13 @@ def test_a_size_that_does_not_divide(demo_path, tmp_path, changes, message) -> N
     (tmp_path / "config.json").write_text(json.dumps({**values, **changes}))
     with pytest.raises(ValueError, match=f"tp_size 8 does not divide {message}"):
         build_model(load_model_config(tmp_path), shard_of(0, 8), torch.float32, CPU)
+
+
+def test_a_gpu_needs_some_channels_of_each_head() -> None:
+    """The check comes before anything is put there."""
+    spec = LinearAttentionSpec(1, 2, 64, 64, 4)
+    with pytest.raises(ValueError, match="tp_size 16 leaves 8 of linear_value_head_dim 64 on a shard"):
+        GatedDeltaNet(spec, 32, 1e-6, shard_of(0, 16), dtype=torch.float32, device=torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

@@ -98,5 +98,6 @@ def test_what_is_sent(on_ranks, kit, tmp_path, kind, splits, norm) -> None:
         for num_tokens, calls in ((6, prompt), (2, decode)):
             hidden = ("all_reduce", (num_tokens, 32), torch.bfloat16)
             layer = [("all_reduce", (num_tokens, heads), torch.float32) for heads in norm]
-            embedding = [hidden]
-            assert calls == embedding + 2 * [*layer, hidden, hidden]
+            # of a draw, the best logit, its id, and whether all are finite
+            embedding, draws = [hidden], [("all_gather", (1, 2, 3), torch.int32)]
+            assert calls == embedding + 2 * [*layer, hidden, hidden] + draws
