@@ -25,7 +25,6 @@ from hybridserve.replicas.models.sharding import mixer_heads
 from hybridserve.replicas.models.specs import LinearAttentionSpec
 from hybridserve.replicas.models.step import KernelTable, Phase, PhaseBatch, StepContext, run_phases
 
-
 GPU_MIN_CHANNELS = 16
 """Value channels of a head that the GPU's prefill takes at least."""
 
@@ -76,8 +75,8 @@ class GatedDeltaNet(Layer):
         self.is_partial = heads.num_parts > 1
         if device.type == "cuda" and channels.count < GPU_MIN_CHANNELS <= spec.head_v_dim:
             raise ValueError(
-                f"tp_size {group.size} leaves {channels.count} of linear_value_head_dim {spec.head_v_dim} on a "
-                f"shard; on a GPU it must be {GPU_MIN_CHANNELS} or more"
+                f"tp_size {group.size} leaves {channels.count} of linear_value_head_dim {spec.head_v_dim} on "
+                f"a shard; on a GPU it must be {GPU_MIN_CHANNELS} or more"
             )
         self.heads = {
             "num_k_heads": heads.num_shared_heads,
