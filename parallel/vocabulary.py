@@ -114,7 +114,8 @@ class VocabularyShard:
     def _largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`greedy`, and each row's largest logit, fp32 [R]."""
         tokens, finite = sampler.greedy(logits)
-        own = tokens.unsqueeze(1)
+        # where launches are only recorded, what they would have written is no id
+        own = tokens.clamp(0, self.count - 1).unsqueeze(1)
         values, ids, finite = self._exchange(logits.gather(1, own), own + self.start, finite.unsqueeze(1))
         return _first_best(values, ids), finite.bool().all(-1), values.amax(-1)
 

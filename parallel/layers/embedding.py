@@ -39,9 +39,10 @@ class VocabParallelEmbedding(Layer):
         """token_ids: int64 [T], all in [0, vocab_size). Returns [T, hidden_size] on every rank."""
         if self.group.size == 1:
             return F.embedding(token_ids, self.weight)
-        held = (token_ids >= self.first_row) & (token_ids < self.end_row)
-        rows = self.weight.new_zeros(token_ids.shape[0], self.weight.shape[1])
-        rows[held] = self.weight[token_ids[held] - self.first_row]
+        # no index of the rows that are held: a CUDA graph cannot ask how many there are
+        others = (token_ids < self.first_row) | (token_ids >= self.end_row)
+        local = (token_ids - self.first_row).masked_fill_(others, 0)
+        rows = F.embedding(local, self.weight).masked_fill_(others.unsqueeze(1), 0.0)
         return self.group.all_reduce(rows)
 
 
