@@ -3,7 +3,7 @@
 A step of n rows runs in the smallest bucket that holds it; the rows behind are padding, which reads and
 writes no state and no page. The host's part of a step is one transfer into fixed memory and two launches of
 graphs: model, then draw. Rows whose logits are edited, or that want logprobs, are drawn outside of a graph;
-with several shards all rows are, where some are not greedy: they may have to ask the other shards twice.
+with several shards also those with filters, which may have to ask the other shards for whole rows.
 """
 
 import math
@@ -18,7 +18,7 @@ from hybridserve.replicas.engine.plan import SampleSpec, StepPlan
 from hybridserve.replicas.models.batch import ReplayRows, StepBatch
 from hybridserve.replicas.runner.batching import KNOWN, StepArrays
 from hybridserve.replicas.runner.draws import Draws
-from hybridserve.replicas.runner.sampling import SampleArrays, Sampler, edits_logits
+from hybridserve.replicas.runner.sampling import SampleArrays, Sampler, edits_logits, has_filters
 from hybridserve.replicas.runner.storage import ArenaStorage
 
 ROW_ALIGN = 32
@@ -109,19 +109,13 @@ class DecodeGraphs:
     def num_graphs(self) -> int:
         return len(self._models) + len(self._greedy) + len(self._sampled)
 
-    @property
-    def _captures_draws(self) -> bool:
-        """Whether rows that are not greedy are drawn in graphs, too."""
-        return self._vocabulary.group.size == 1
-
     def rehearse(self) -> None:
         """Do what capturing would launch, on padding alone and without reading what was drawn."""
         for bucket in self._buckets:
             take_drawn(self._fields["token_ids"][:bucket], self._drawn[0], self._fields["sources"][:bucket])
             self._run_model(bucket, self._fields["token_ids"][:bucket])
             self._draw_greedily(bucket)
-            if self._captures_draws:
-                self._draw_sampled(bucket)
+            self._draw_sampled(bucket)
 
     def capture(self) -> None:
         """Capture all graphs, largest first, so that they share the largest one's memory."""
@@ -133,8 +127,6 @@ class DecodeGraphs:
                 (self._greedy, self._draw_greedily),
                 (self._sampled, self._draw_sampled),
             ):
-                if graphs is self._sampled and not self._captures_draws:
-                    continue
                 # once outside: what a first call allocates for good must not lie in a graph's memory
                 body(bucket)
                 graphs[bucket] = graph = torch.cuda.CUDAGraph()
@@ -156,13 +148,13 @@ class DecodeGraphs:
         bucket = next(size for size in self._buckets if size >= count)
         self.stage(arrays, SampleArrays.of(specs, self._vocabulary.vocab_size), bucket)
         self._models[bucket].replay()
-        all_greedy = all(s.params.greedy for s in specs)
-        captured = all_greedy or self._captures_draws
-        if not captured or any(s.params.logprobs is not None or edits_logits(s) for s in specs):
+        if any(s.params.logprobs is not None or edits_logits(s) for s in specs) or (
+            self._vocabulary.group.size > 1 and any(map(has_filters, specs))
+        ):
             draws = sampler.draw(self._logits[:count], specs)
             keep_drawn(draws.tokens, draws.finite, self._drawn)
             return draws
-        graphs = self._greedy if all_greedy else self._sampled
+        graphs = self._greedy if all(s.params.greedy for s in specs) else self._sampled
         graphs[bucket].replay()
         return Draws(self._drawn[0, :count], self._drawn[1, :count])
 
@@ -222,8 +214,12 @@ class DecodeGraphs:
 
     def _draw_sampled(self, bucket: int) -> None:
         fields = self._fields
-        options = (fields[name][:bucket] for name in ("temperature", "top_k", "top_p", "min_p", "seeds"))
+        names = ("temperature", "top_k", "top_p", "min_p", "seeds")
+        draw = self._vocabulary.sample_seeded
+        if self._vocabulary.group.size > 1:
+            names, draw = ("temperature", "seeds"), self._vocabulary.sample_unfiltered
+        options = (fields[name][:bucket] for name in names)
         # the token to draw follows the row's own
         positions = fields["positions"][:bucket] + 1
-        drawn = self._vocabulary.sample_seeded(self._logits[:bucket], *options, positions)
+        drawn = draw(self._logits[:bucket], *options, positions)
         keep_drawn(*drawn, self._drawn)

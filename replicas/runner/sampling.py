@@ -67,8 +67,12 @@ class Sampler:
             tokens, finite = self._draws.greedy(logits)
         else:
             a = SampleArrays.of(specs, self._shard.vocab_size if self._shard else logits.shape[1])
-            order = (a.temperature, a.top_k, a.top_p, a.min_p, a.seeds, a.positions)
-            tokens, finite = self._draws.sample_seeded(logits, *upload(order, self._device))
+            if self._shard is not None and not any(map(has_filters, specs)):
+                order = (a.temperature, a.seeds, a.positions)
+                tokens, finite = self._shard.sample_unfiltered(logits, *upload(order, self._device))
+            else:
+                order = (a.temperature, a.top_k, a.top_p, a.min_p, a.seeds, a.positions)
+                tokens, finite = self._draws.sample_seeded(logits, *upload(order, self._device))
         return Draws(tokens, finite, self._logprobs(raw, tokens, specs) if wants_logprobs else None)
 
     def _edit(self, logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
@@ -128,6 +132,12 @@ class Sampler:
 def edits_logits(spec: SampleSpec) -> bool:
     """Whether a row's logits are changed before it is drawn."""
     return bool(spec.params.has_penalty or spec.params.logit_bias or spec.banned_token_ids)
+
+
+def has_filters(spec: SampleSpec) -> bool:
+    """Whether a row is drawn from some of its tokens only; a greedy row has none."""
+    params = spec.params
+    return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 
 def _padded(rows: Sequence[Sequence], fill: float, dtype: Callable = np.int64) -> np.ndarray:

@@ -8,7 +8,7 @@ from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.vocabulary import VocabularyShard
 from hybridserve.replicas.engine.plan import SampleSpec
 from hybridserve.replicas.runner.draws import FetchedDraws
-from hybridserve.replicas.runner.sampling import Sampler
+from hybridserve.replicas.runner.sampling import Sampler, has_filters
 from hybridserve.replicas.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -53,10 +53,15 @@ def make_specs(logits: torch.Tensor) -> list[SampleSpec]:
     return specs
 
 
-def draw(group: TensorParallelGroup, vocab: int, rows: int, **options: float) -> tuple[list[tuple], int]:
+def draw(
+    group: TensorParallelGroup, vocab: int, rows: int, *, filters: bool = True, **options: float
+) -> tuple[list[tuple], int]:
     """Every row's (token, finite, logprobs or None), and how many rows were gathered."""
     logits = make_logits(rows, vocab, **options)
     specs = make_specs(logits)
+    if not filters:
+        kept = [row for row, spec in enumerate(specs) if not has_filters(spec)]
+        logits, specs = logits[kept], [specs[row] for row in kept]
     vocabulary = VocabularyShard(vocab, group)
     own = logits[:, vocabulary.start : vocabulary.end].clone()
     drawn = FetchedDraws(Sampler(CPU, vocabulary).draw(own, specs), specs).sampled()

@@ -43,6 +43,16 @@ def test_several_ranks_draw_what_one_draws(on_ranks, program, tp_size, vocab, ro
         assert found == ranks[0][0]
 
 
+def test_rows_without_filters_alone(on_ranks, program) -> None:
+    """Which are drawn without waiting for the host; the rows of temperature 1 differ in their seeds."""
+    options = {"vocab": 97, "rows": 60, "filters": False, "scale": 0.5}
+    expected, _ = program["draw"](SINGLE, **options)
+    assert len({row[0] for row in expected}) > 8
+    for found, num_gathered in on_ranks(4, PROGRAM, "draw", **options):
+        assert_same(found, expected)
+        assert num_gathered == 0
+
+
 def test_only_rows_beyond_the_candidates_are_gathered(on_ranks, program) -> None:
     """6,000 equally likely ids: 0.9 of them are more than the 1,024 that the ranks tell of."""
     options = {"vocab": 6000, "rows": 15, "scale": 0.001}
