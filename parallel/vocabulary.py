@@ -90,8 +90,10 @@ class VocabularyShard:
     def sample_unfiltered(
         self, logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`sample_seeded` of rows that have no filters. The host waits for nothing, so a CUDA graph can hold it;
-        two gathers, of 12 and of 8 bytes a row and rank."""
+        """`sample_seeded` of rows that have no filters.
+
+        The host waits for nothing, so a CUDA graph can hold it. Two gathers, of 12 and 8 bytes a row and rank.
+        """
         logits, tokens, finite, largest = self._without_broken(logits)
         keys = partial.draw_keys(seeds, positions)
         return self._draw_unfiltered(logits, tokens, largest, temperature, keys), finite

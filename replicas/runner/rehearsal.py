@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hybridserve.kernels.attention import CONTEXT_PIECE
+from hybridserve.kernels.attention import CONTEXT_PIECES, FUSED_LENGTHS
 from hybridserve.kernels.compilation import Launch, recorded_launches
 from hybridserve.replicas.arena.arena import Arena, Copies
 from hybridserve.replicas.arena.layout import ArenaLayout
@@ -66,7 +66,9 @@ class Rehearsal:
         max_model_len: int,
     ) -> None:
         self._chunk = min(max_num_batched_tokens, max_model_len - 1)
-        self._contexts = (0, *(c for c in (SHORT, CONTEXT_PIECE) if c + self._chunk < max_model_len))
+        pieces = sum(CONTEXT_PIECES)
+        contexts = (SHORT, pieces, pieces + SHORT)
+        self._contexts = (0, *(c for c in contexts if c + self._chunk < max_model_len))
         self._limits = GraphLimits(max_model_len, max_num_batched_tokens, dtype)
         # experts take tiles by their average number of rows, and no size of tile for less than an octave
         octaves = (SHORT << n for n in range(1, self._chunk.bit_length())) if config.moe is not None else ()
@@ -90,9 +92,11 @@ class Rehearsal:
         return found
 
     def run(self) -> None:
-        """The largest prefills, done."""
-        for context_len in self._contexts:
-            self._runner.submit(self._plan([(self._chunk, context_len)])).result()
+        """The largest prefills, done; among them each that builds a plan outside of Triton."""
+        sizes = {self._chunk, *(length for length in FUSED_LENGTHS if length < self._chunk)}
+        for size in sorted(sizes):
+            for context_len in self._contexts:
+                self._runner.submit(self._plan([(size, context_len)])).result()
 
     def _plans(self) -> list[StepPlan]:
         lone = [(self._chunk, context_len) for context_len in self._contexts]
