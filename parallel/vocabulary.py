@@ -92,7 +92,7 @@ class VocabularyShard:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`sample_seeded` of rows that have no filters.
 
-        The host waits for nothing, so a CUDA graph can hold it. Two gathers, of 12 and 8 bytes a row and rank.
+        The host waits for nothing, so a CUDA graph can hold it. Two gathers: 12 and 8 bytes a row and rank.
         """
         logits, tokens, finite, largest = self._without_broken(logits)
         keys = partial.draw_keys(seeds, positions)
