@@ -12,6 +12,7 @@ from hybridserve.cluster.settings import AppSettings
 from hybridserve.replicas.engine.sizing import longest_sequence, sequences_that_fit
 from hybridserve.replicas.models.config import load_model_config
 from hybridserve.replicas.models.footprint import Footprint, measure_footprint
+from hybridserve.replicas.models.sharding import check_tp_size, with_splits
 from hybridserve.replicas.models.specs import ModelConfig
 
 
@@ -77,7 +78,10 @@ def _footprint(
     if dtype == "auto":
         dtype = config.dtype if device == "cuda" else "float32"
     page_size = settings.serving_of(spec.name).page_size
+    parallel = settings.parallel
+    config = with_splits(config, parallel.linear_attention_split, parallel.moe_split)
     try:
+        check_tp_size(config, spec.tensor_parallel_size)
         return measure_footprint(config, dtype, page_size=page_size, tp_size=spec.tensor_parallel_size)
     except ValueError as error:
         raise ValueError(
