@@ -6,7 +6,7 @@ engine).
 """
 
 import struct
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -96,7 +96,8 @@ def pack_news(load: ReplicaLoad | None, packed_entries: list[bytes], replica: st
     packer.pack_array_header(4)
     packer.pack(_NEWS)
     packer.pack(replica)
-    packer.pack(None if load is None else astuple(load))
+    # as astuple, which copies deeply and takes ten times as long
+    packer.pack(None if load is None else tuple(vars(load).values()))
     packer.pack_array_header(len(packed_entries))
     return _with_length(b"".join((packer.bytes(), *packed_entries)))
 

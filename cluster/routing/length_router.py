@@ -14,7 +14,6 @@ from hybridserve.cluster.pool.interface import (
     GenerationRequest,
     PoolBusy,
     PoolClient,
-    PoolError,
 )
 from hybridserve.cluster.routing.admission import Admission, Refusal
 from hybridserve.cluster.routing.cost import Cost, cost_of
@@ -75,29 +74,23 @@ class LengthRouter:
         self._pools = tuple(pools)
         self.max_choices = min(pool.admission.max_requests for pool in pools)
         """Answers that one request may ever have in flight: each is a request of a pool's."""
+        self._lasting = tuple(pool for pool in pools if pool.spec.replicas.min > 0)
+        """Those that always have a replica."""
         self._specs = [pool.spec for pool in pools]
         self._by_name = {pool.spec.name: pool for pool in pools}
 
     async def info(self) -> EngineInfo:
         """The pools' engines as one: the shortest context, as a sequence may run in any of them.
 
-        Pools that may have no replicas are asked too, but do not have to answer.
+        Pools that may have no replicas are not asked, as a call starts one, unless all are of that kind.
         """
-        answers = await asyncio.gather(*(pool.client.info() for pool in self._pools), return_exceptions=True)
-        infos: list[EngineInfo] = []
-        for pool, answer in zip(self._pools, answers, strict=True):
-            if isinstance(answer, EngineInfo):
-                infos.append(answer)
-            elif not isinstance(answer, PoolError) or pool.spec.replicas.min > 0:
-                raise answer
-        if not infos:
-            raise PoolError("no pool has a replica yet")
+        asked = self._lasting or self._pools[:1]
+        infos = await asyncio.gather(*(pool.client.info() for pool in asked))
         return min(infos, key=lambda info: info.max_model_len)
 
     async def ready(self) -> bool:
         """Whether every pool that always has a replica has answered a prompt."""
-        wanted = [pool for pool in self._pools if pool.spec.replicas.min > 0]
-        return all(await asyncio.gather(*(pool.client.ready() for pool in wanted)))
+        return all(await asyncio.gather(*(pool.client.ready() for pool in self._lasting)))
 
     def pools(self) -> list[PoolState]:
         """Every pool's state, by length, as this ingress sees it."""

@@ -61,7 +61,7 @@ class PoolLoads:
         self._rng = rng or random.Random()
         self._clock = clock
         self._lock = threading.Lock()
-        self._replicas: frozenset[str] = frozenset()
+        self._replicas: frozenset[str] | None = None
         self._reports: dict[str, ReplicaLoad] = {}
         self._rates: dict[str, TokenRate] = {}
         self._bookings: dict[str, _Booking] = {}
@@ -193,8 +193,8 @@ class PoolLoads:
         return sorted(shuffled[:_COMPARED], key=self._outstanding) + shuffled[_COMPARED:]
 
     def _known(self) -> Set[str]:
-        # a replica that is being stopped still reports
-        return self._replicas or self._reports.keys()
+        # a replica that is being stopped still reports; before Serve says who there is, reports do
+        return self._reports.keys() if self._replicas is None else self._replicas
 
     def _outstanding(self, replica: str) -> int:
         report = self._reports.get(replica)

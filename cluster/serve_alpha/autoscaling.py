@@ -30,6 +30,8 @@ from hybridserve.cluster.settings import AppSettings
 _MEMORY = "memory"
 _CLUSTER_PERIOD_S = 5.0
 _REPORT_PERIOD_S = 1.0
+# Serve averages over this time the requests that wait for any replica
+_LOOK_BACK_S = 5.0
 
 logger = logging.getLogger("ray.serve")
 
@@ -141,6 +143,7 @@ def replica_options(
             max_replicas=spec.replicas.max,
             initial_replicas=spec.replicas.min,
             metrics_interval_s=_REPORT_PERIOD_S,
+            look_back_period_s=_LOOK_BACK_S,
             # the rule has delays of its own, and takes each replica's last figure
             upscale_delay_s=0.0,
             downscale_delay_s=0.0,

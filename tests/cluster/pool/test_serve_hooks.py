@@ -104,17 +104,17 @@ async def test_replicas_get_tokens_alike_and_answers_to_one_http_request_all_com
     await listener.close()
 
 
-async def test_a_pool_grows_under_load_and_a_stream_outlives_its_shrinking(fake_factory, deploy) -> None:
+async def test_a_pool_grows_from_nothing_and_a_stream_outlives_its_shrinking(fake_factory, deploy) -> None:
     handle = deploy(
         "scaling",
         fake_factory(step_s=0.05),
-        {"min": 1, "max": 2},
+        {"min": 0, "max": 2},
         target_load=0.1,
         scale_up_after_s=0.2,
         scale_down_after_s=1.0,
     )
     client, loads, listener = await listening(handle, "scaling")
-    assert await client.ready()
+    assert await answer(client, loads, "first", 5) == 5
     assert len(loads.replicas()) == 1
 
     async def until(replicas: int, limit_s: float) -> float:
@@ -133,4 +133,5 @@ async def test_a_pool_grows_under_load_and_a_stream_outlives_its_shrinking(fake_
     await until(1, 20)
     assert not any(task.done() for task in late)
     assert await asyncio.gather(*late) == [150] * 2
+    await until(0, 60)
     await listener.close()

@@ -197,3 +197,5 @@ async def test_a_pool_that_may_be_empty_need_not_answer() -> None:
     router = LengthRouter([routed(spec("a", 0, 9)), empty])
     assert await router.ready()
     assert (await router.info()).max_model_len == 1000
+    with pytest.raises(PoolError, match="nobody answers"):
+        await LengthRouter([empty]).info()
