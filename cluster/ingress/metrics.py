@@ -31,7 +31,7 @@ _POOL_GAUGES: tuple[tuple[Callable[[PoolState], float], str, str], ...] = (
     (lambda state: len(state.replicas), "hybridserve_pool_replicas", "Replicas that are up"),
     (lambda state: state.budget_tokens, "hybridserve_pool_budget_tokens", "Tokens that may be outstanding"),
     (lambda state: state.outstanding_tokens, "hybridserve_pool_outstanding_tokens", "Outstanding tokens"),
-    (lambda state: state.queued_tokens, "hybridserve_pool_queued_tokens", "Tokens without a first token"),
+    (lambda state: state.queued_tokens, "hybridserve_pool_queued_tokens", "Tokens of prompts that wait"),
     (
         lambda state: state.max_queue_age_s,
         "hybridserve_pool_queue_age_seconds",

@@ -141,6 +141,7 @@ class EngineActor:
             outstanding_tokens=backlog.outstanding_tokens,
             queued_tokens=backlog.queued_tokens,
             progressed_tokens=backlog.progressed_tokens,
+            started_tokens=backlog.started_tokens,
             queue_age_s=backlog.queue_age_s(),
         )
 

@@ -54,16 +54,6 @@ class Admission:
         """The share of the budget that would be in use with one more request of this cost."""
         return (totals.outstanding + cost.tokens) / self.budget(totals)
 
-    def queue_wait_s(self, totals: PoolTotals) -> float | None:
-        """Seconds a new request would wait for its turn; None while the pool's speed is not known.
-
-        A request's turn comes when about as many tokens have been computed as wait before it: those in the
-        batch make room at the pace of the whole.
-        """
-        if totals.queued == 0:
-            return 0.0
-        return totals.queued / totals.tokens_per_s if totals.tokens_per_s else None
-
     def check(self, totals: PoolTotals, cost: Cost, priority: Priority) -> Refusal | None:
         """None when the request may come in. An idle pool takes any, whatever it costs."""
         if totals.own_requests >= self.max_requests:
@@ -72,8 +62,7 @@ class Admission:
                 "concurrent_requests",
                 f"{totals.own_requests} requests are in flight, max_concurrent_requests allows "
                 f"{self.max_requests}",
-                each,
-                totals,
+                _seconds(each, totals),
             )
         if totals.outstanding == 0:
             return None
@@ -92,25 +81,27 @@ class Admission:
             "priority_share" if fits_without_priority else "token_budget",
             f"{outstanding} tokens are outstanding, and with this request's {cost.tokens} they would be more "
             f"than the {int(allowed)} that priority {priority} may use of token_budget {budget}",
-            outstanding + cost.tokens - allowed,
-            totals,
+            _seconds(outstanding + cost.tokens - allowed, totals),
         )
 
     def _check_wait(self, totals: PoolTotals, priority: Priority) -> Refusal | None:
-        wait = self.queue_wait_s(totals)
+        wait = totals.queue_wait_s
         allowed = self._shares[priority] * self._limits.queue_deadline_s
         if wait is None or wait <= allowed:
             return None
         return self._refusal(
             "queue_deadline",
-            f"{totals.queued} tokens wait, about {wait:.1f} s, and priority {priority} waits at most "
-            f"{allowed:g} s of queue_deadline_s {self._limits.queue_deadline_s:g}",
-            totals.queued - allowed * (totals.tokens_per_s or 0.0),
-            totals,
+            f"prompts of {totals.queued} tokens wait, a new one about {wait:.1f} s, and priority {priority} "
+            f"waits at most {allowed:g} s of queue_deadline_s {self._limits.queue_deadline_s:g}",
+            wait - allowed,
         )
 
-    def _refusal(self, reason: RejectReason, message: str, excess: float, totals: PoolTotals) -> Refusal:
-        """`excess`: tokens that must be computed before the request could come in."""
-        seconds = excess / totals.tokens_per_s if totals.tokens_per_s else 0.0
+    def _refusal(self, reason: RejectReason, message: str, seconds: float) -> Refusal:
+        """`seconds`: until the request could come in, by what is known."""
         retry = min(max(1, math.ceil(seconds)), MAX_RETRY_S)
         return Refusal(reason, f"pool {self._pool}: {message}; try again in {retry} s", retry)
+
+
+def _seconds(tokens: float, totals: PoolTotals) -> float:
+    """Until the pool has computed that many tokens more; 0 while its speed is not known."""
+    return tokens / totals.tokens_per_s if totals.tokens_per_s else 0.0

@@ -56,14 +56,16 @@ class Backlog:
         self._waiting: dict[str, _Entry] = {}
         self.outstanding_tokens = 0
         self.queued_tokens = 0
+        """Of prompts without a first token."""
         self.progressed_tokens = 0
+        self.started_tokens = 0
 
     def add(self, name: str, cost: Cost) -> None:
         assert name not in self._entries, name
         entry = _Entry(cost.tokens, cost.prompt_tokens, self._clock())
         self._entries[name] = self._waiting[name] = entry
         self.outstanding_tokens += entry.remaining
-        self.queued_tokens += entry.remaining
+        self.queued_tokens += entry.prompt_tokens
 
     def progress(self, name: str, tokens: int) -> None:
         """`tokens` more of the answer are there; the first of them say that the prompt is computed."""
@@ -72,7 +74,8 @@ class Backlog:
             return
         done = tokens
         if not entry.started:
-            self._start(name, entry)
+            self._leave_queue(name, entry)
+            self.started_tokens += entry.prompt_tokens
             done += entry.prompt_tokens
         self.progressed_tokens += done
         released = min(done, entry.remaining)
@@ -84,7 +87,7 @@ class Backlog:
         entry = self._entries.pop(name, None)
         if entry is not None:
             if not entry.started:
-                self._start(name, entry)
+                self._leave_queue(name, entry)
             self.outstanding_tokens -= entry.remaining
 
     def queue_age_s(self) -> float:
@@ -92,7 +95,7 @@ class Backlog:
         oldest = next(iter(self._waiting.values()), None)
         return 0.0 if oldest is None else self._clock() - oldest.arrival
 
-    def _start(self, name: str, entry: _Entry) -> None:
+    def _leave_queue(self, name: str, entry: _Entry) -> None:
         entry.started = True
         del self._waiting[name]
-        self.queued_tokens -= entry.remaining
+        self.queued_tokens -= entry.prompt_tokens

@@ -56,7 +56,7 @@ class RoutedPool:
             queued_tokens=totals.queued,
             own_requests=totals.own_requests,
             tokens_per_s=totals.tokens_per_s,
-            queue_wait_s=self.admission.queue_wait_s(totals),
+            queue_wait_s=totals.queue_wait_s,
             decisions=dict(self.decisions),
             rejections=dict(self.rejections),
             prefix_hits=self.loads.prefix_hits,

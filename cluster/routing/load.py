@@ -13,9 +13,11 @@ class ReplicaLoad(EngineLoad):
     outstanding_tokens: int = 0
     """Tokens still to compute of all its requests: prompts without a first token, and answers as expected."""
     queued_tokens: int = 0
-    """The part of `outstanding_tokens` that belongs to requests without a first token."""
+    """Tokens of the prompts that wait for their first token."""
     progressed_tokens: int = 0
     """Tokens computed since start, prompts counted whole at their first token."""
+    started_tokens: int = 0
+    """The part of `progressed_tokens` that are prompts'."""
     queue_age_s: float = 0.0
     """Seconds since the oldest request without a first token was taken."""
 

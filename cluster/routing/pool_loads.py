@@ -44,9 +44,11 @@ class PoolTotals:
     outstanding: int
     """Of all ingress replicas, as far as reports have come."""
     queued: int
-    """The part of `outstanding` without a first token."""
+    """Of prompts without a first token."""
     tokens_per_s: float | None
-    """All replicas together; None before anything was measured."""
+    """Of all kinds, all replicas together; None before anything was measured."""
+    queue_wait_s: float | None
+    """Until a new request's turn at the replica where it comes first; None while that is not known."""
 
 
 class PoolLoads:
@@ -64,11 +66,16 @@ class PoolLoads:
         self._replicas: frozenset[str] | None = None
         self._reports: dict[str, ReplicaLoad] = {}
         self._rates: dict[str, TokenRate] = {}
+        self._starts: dict[str, TokenRate] = {}
+        """Prompts' tokens while there is a queue. What limits them, room in the batch or computing, may be
+        another thing in the next queue."""
         self._bookings: dict[str, _Booking] = {}
         self._own: Counter[str | None] = Counter()
         """Remaining tokens of this ingress' requests by replica; None: not given to one yet."""
         self._unseen: Counter[str | None] = Counter()
         """The part of `_own` that no report counts yet."""
+        self._unseen_prompts: Counter[str | None] = Counter()
+        """And of that, the prompts."""
         self._last = LastReplicas()
         self.prefix_hits = 0
 
@@ -81,15 +88,18 @@ class PoolLoads:
             # what was sent to those that are gone stays counted until it ends
             self._own += Counter()
             self._unseen += Counter()
+            self._unseen_prompts += Counter()
 
     def observe(self, replica: str, load: ReplicaLoad) -> None:
         """A report has come from a replica."""
         with self._lock:
             self._reports[replica] = load
-            rate = self._rates.get(replica)
-            if rate is None:
-                rate = self._rates[replica] = TokenRate()
-            rate.observe(self._clock(), load.progressed_tokens, load.outstanding_tokens > 0)
+            if replica not in self._rates:
+                self._rates[replica] = TokenRate()
+                self._starts[replica] = TokenRate(forgets=True)
+            now = self._clock()
+            self._rates[replica].observe(now, load.progressed_tokens, load.outstanding_tokens > 0)
+            self._starts[replica].observe(now, load.started_tokens, load.queued_tokens > 0)
 
     def forget(self, replica: str) -> None:
         """No more reports will come from this connection."""
@@ -103,6 +113,7 @@ class PoolLoads:
             self._bookings[request_id] = _Booking(cost.tokens, cost.prompt_tokens, prefix)
             self._own[None] += cost.tokens
             self._unseen[None] += cost.tokens
+            self._unseen_prompts[None] += cost.prompt_tokens
 
     def choose(self, candidates: Sequence[str], request_id: str | None) -> list[str]:
         """The candidates, the best first; a booked request counts as the best one's from now on.
@@ -156,6 +167,7 @@ class PoolLoads:
         with self._lock:
             booking = self._bookings.pop(request_id, None)
             if booking is not None:
+                self._see(booking)
                 self._shrink(booking, booking.remaining)
 
     def reports(self) -> dict[str, ReplicaLoad]:
@@ -183,8 +195,9 @@ class PoolLoads:
                 own_requests=len(self._bookings),
                 own_outstanding=self._own.total(),
                 outstanding=sum(map(self._outstanding, known)) + self._own[None],
-                queued=sum(load.queued_tokens for load in self._reports.values()) + self._unseen.total(),
+                queued=sum(map(self._queued, known)) + self._unseen_prompts[None],
                 tokens_per_s=sum(measured) if measured else None,
+                queue_wait_s=self._queue_wait_s(known),
             )
 
     def _rank(self, candidates: Sequence[str]) -> list[str]:
@@ -203,6 +216,22 @@ class PoolLoads:
             return self._own[replica]
         return report.outstanding_tokens + self._unseen[replica]
 
+    def _queued(self, replica: str) -> int:
+        report = self._reports.get(replica)
+        return self._unseen_prompts[replica] + (0 if report is None else report.queued_tokens)
+
+    def _queue_wait_s(self, replicas: Set[str]) -> float | None:
+        """Prompts get their first token in turn, at the pace at which they just did."""
+        least = None
+        for replica in replicas:
+            queued = self._queued(replica)
+            starts = self._starts.get(replica)
+            if queued and (starts is None or not starts.tokens_per_s):
+                return None
+            wait = queued / starts.tokens_per_s if queued else 0.0
+            least = wait if least is None else min(wait, least)
+        return least
+
     def _give(self, booking: _Booking, replica: str) -> None:
         self._last.put(booking.prefix, replica)
         if booking.replica == replica:
@@ -210,19 +239,22 @@ class PoolLoads:
         for counter in (self._own,) if booking.seen else (self._own, self._unseen):
             counter[booking.replica] -= booking.remaining
             counter[replica] += booking.remaining
+        if not booking.seen:
+            self._unseen_prompts[booking.replica] -= booking.prompt_tokens
+            self._unseen_prompts[replica] += booking.prompt_tokens
         booking.replica = replica
 
     def _see(self, booking: _Booking) -> None:
         if not booking.seen:
             booking.seen = True
             self._unseen[booking.replica] -= booking.remaining
+            self._unseen_prompts[booking.replica] -= booking.prompt_tokens
 
     def _shrink(self, booking: _Booking, tokens: int) -> None:
         booking.remaining -= tokens
         self._own[booking.replica] -= tokens
-        if not booking.seen:
-            self._unseen[booking.replica] -= tokens
 
     def _forget(self, replica: str) -> None:
         self._reports.pop(replica, None)
         self._rates.pop(replica, None)
+        self._starts.pop(replica, None)

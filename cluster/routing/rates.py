@@ -7,25 +7,33 @@ _DECAY_S = 3.0
 
 
 class TokenRate:
-    """One replica's tokens per second while it has work, smoothed over a few seconds."""
+    """One replica's tokens per second while it has work, smoothed over a few seconds.
 
-    def __init__(self) -> None:
+    Args:
+        forgets: whether a pause makes what was measured before it worthless.
+    """
+
+    def __init__(self, forgets: bool = False) -> None:
+        self._forgets = forgets
         self.tokens_per_s: float | None = None
         """None before the first window of work has passed."""
         self._since: float | None = None
         self._tokens = 0
 
-    def observe(self, now: float, progressed_tokens: int, busy: bool) -> None:
-        """A report: the counter of tokens computed since start, and whether there is more to do."""
-        if not busy or self._since is None or progressed_tokens < self._tokens:
+    def observe(self, now: float, counter: int, busy: bool) -> None:
+        """A report: a counter of tokens since start, and whether there is more to do."""
+        if not busy or self._since is None or counter < self._tokens:
             # idle time says nothing of the speed, and a counter that fell is another process'
-            self._since, self._tokens = (now if busy else None), progressed_tokens
+            self._since, self._tokens = (now if busy else None), counter
+            if self._forgets and not busy:
+                self.tokens_per_s = None
             return
         elapsed = now - self._since
-        if elapsed < _WINDOW_S:
+        # a long prompt is counted in one go: a window without news goes on until there are some
+        if elapsed < _WINDOW_S or counter == self._tokens:
             return
-        rate = (progressed_tokens - self._tokens) / elapsed
-        self._since, self._tokens = now, progressed_tokens
+        rate = (counter - self._tokens) / elapsed
+        self._since, self._tokens = now, counter
         if self.tokens_per_s is None:
             self.tokens_per_s = rate
         else:

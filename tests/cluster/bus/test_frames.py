@@ -36,7 +36,7 @@ outputs = st.builds(
     first_scheduled_time=numbers,
 )
 entries = st.builds(Entry, st.binary(min_size=16, max_size=16), st.integers(0, 9), outputs)
-loads = st.builds(ReplicaLoad, *([counts] * 8), numbers, *([counts] * 5), numbers)
+loads = st.builds(ReplicaLoad, *([counts] * 8), numbers, *([counts] * 6), numbers)
 
 
 def body_of(frame: bytes) -> bytes:
@@ -87,6 +87,6 @@ def test_length_cap_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_token_of_64_streams_is_a_small_frame() -> None:
     packed = [frames.pack_entry(Entry(b"k" * 16, 0, EngineOutput("", 500, (70000,)))) for _ in range(64)]
-    load = ReplicaLoad(*([1000] * 8), 5.0, 7, 9, 10**6, 10**6, 10**9, 1.5)
-    assert len(astuple(load)) == 15
+    load = ReplicaLoad(*([1000] * 8), 5.0, 7, 9, 10**6, 10**6, 10**9, 10**9, 1.5)
+    assert len(astuple(load)) == 16
     assert len(frames.pack_news(load, packed, "abcd1234")) < 64 * 50

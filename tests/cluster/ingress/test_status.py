@@ -80,7 +80,7 @@ def test_metrics_of_the_engine(caller, pool):
 
 def test_pools_and_their_metrics(caller, pool):
     limits = PoolLimits(4, 1000, 10.0, 0.9, 0.5)
-    load = ReplicaLoad(3, 4, 500, 5, 6, 70, 80, 9, 12.5, 11, 1000, 320, 120, 9000, 1.5)
+    load = ReplicaLoad(3, 4, 500, 5, 6, 70, 80, 9, 12.5, 11, 1000, 320, 120, 9000, 700, 1.5)
     pool.pool_states = [
         PoolState(
             spec=PoolSpec("short", 0, 512, 1, ReplicaRange(1, 4), ("long",), limits),

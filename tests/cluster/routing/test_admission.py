@@ -9,7 +9,7 @@ from hybridserve.cluster.routing.pool_loads import PoolTotals
 from hybridserve.cluster.routing.pool_spec import PoolLimits
 
 LIMITS = PoolLimits(40, 1000, 10.0, 0.8, 0.4)
-IDLE = PoolTotals(2, 0, 0, 0, 0, None)
+IDLE = PoolTotals(2, 0, 0, 0, 0, None, 0.0)
 
 
 @st.composite
@@ -23,6 +23,7 @@ def totals_of(draw: st.DrawFn) -> PoolTotals:
         outstanding=outstanding,
         queued=draw(st.integers(0, outstanding)),
         tokens_per_s=draw(st.none() | st.floats(1, 1000)),
+        queue_wait_s=draw(st.none() | st.floats(0, 100)),
     )
 
 
@@ -56,6 +57,7 @@ def test_a_cheaper_request_and_an_emptier_pool_are_never_worse_off(
             max(0, totals.outstanding - less),
             max(0, totals.queued - less),
             totals.tokens_per_s,
+            totals.queue_wait_s,
         )
         assert admission.check(fewer, cost, "normal") is None
 
@@ -73,7 +75,7 @@ def test_ingresses_with_fresh_reports_stay_within_the_budget(
     own = [0] * num_ingress
     for where, tokens in arrivals:
         one = where % num_ingress
-        totals = PoolTotals(1, 1 if own[one] else 0, own[one], sum(own), 0, None)
+        totals = PoolTotals(1, 1 if own[one] else 0, own[one], sum(own), 0, None, None)
         if admission.check(totals, Cost(tokens, 0), "normal") is None:
             own[one] += tokens
     # who keeps to its own share may meet others that have taken what was free before
@@ -90,14 +92,14 @@ def test_reasons_and_their_retry_after() -> None:
         return answer.reason, answer.retry_after_s
 
     # 20 of 40 for each ingress; one of them, 100 tokens, is done in 2 s
-    assert refusal(PoolTotals(2, 20, 2000, 2000, 0, 50.0)) == ("concurrent_requests", 2)
+    assert refusal(PoolTotals(2, 20, 2000, 2000, 0, 50.0, 0.0)) == ("concurrent_requests", 2)
     # 2,200 of 2,000 would be outstanding
-    assert refusal(PoolTotals(2, 9, 1500, 2000, 0, 50.0)) == ("token_budget", 4)
-    assert refusal(PoolTotals(2, 9, 900, 1000, 0, 50.0), "low") == ("priority_share", 8)
-    assert refusal(PoolTotals(2, 9, 500, 1500, 1100, 100.0)) == ("queue_deadline", 1)
-    assert refusal(PoolTotals(2, 9, 500, 1500, 1500, 10.0)) == ("queue_deadline", 60)
-    assert admission.check(PoolTotals(2, 9, 500, 1500, 1000, 100.0), cost, "high") is None
-    # a speed that nobody has measured yet refuses nobody
-    assert admission.check(PoolTotals(2, 9, 500, 1500, 1500, None), cost, "high") is None
-    assert admission.queue_wait_s(PoolTotals(2, 9, 500, 1500, 1500, None)) is None
-    assert admission.queue_wait_s(IDLE) == 0.0
+    assert refusal(PoolTotals(2, 9, 1500, 2000, 0, 50.0, None)) == ("token_budget", 4)
+    assert refusal(PoolTotals(2, 9, 900, 1000, 0, 50.0, 0.0), "low") == ("priority_share", 8)
+    assert refusal(PoolTotals(2, 9, 500, 1500, 900, 100.0, 11.0)) == ("queue_deadline", 1)
+    assert refusal(PoolTotals(2, 9, 500, 1500, 900, 10.0, 31.5)) == ("queue_deadline", 22)
+    assert refusal(PoolTotals(2, 9, 500, 1500, 900, 10.0, 500.0)) == ("queue_deadline", 60)
+    assert refusal(PoolTotals(2, 9, 100, 300, 900, 10.0, 4.5), "low") == ("queue_deadline", 1)
+    assert admission.check(PoolTotals(2, 9, 500, 1500, 900, 100.0, 10.0), cost, "high") is None
+    # a pace that nobody has measured yet refuses nobody
+    assert admission.check(PoolTotals(2, 9, 500, 1500, 900, None, None), cost, "high") is None
