@@ -251,9 +251,9 @@ def test_a_rate_is_of_busy_time_alone() -> None:
         now, tokens = now + 0.1, tokens + 50
     assert rate.tokens_per_s is not None and abs(rate.tokens_per_s - 500) < 1
     # a prompt of 2,000 tokens, counted when it is done
+    for later in (0.0, 1.0, 2.0, 3.0):
+        rate.observe(now + later, tokens, busy=True)
     now, tokens = now + 4.0, tokens + 2000
-    for _ in range(3):
-        rate.observe(now - 2, tokens - 2000, busy=True)
     rate.observe(now, tokens, busy=True)
     assert abs(rate.tokens_per_s - 500) < 5
     rate.observe(now, tokens, busy=False)
