@@ -124,6 +124,12 @@ class Engine:
         self._steps += 1
         return outputs
 
+    def shutdown(self) -> None:
+        """End the processes of other ranks, if there are any. Requests are forgotten, and no step may follow."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self._executor.shutdown()
+
     def load(self) -> EngineLoad:
         arena, scheduler = self.arena, self._scheduler
         return EngineLoad(
