@@ -1,9 +1,9 @@
 """Messages from one process to several others through shared memory, every one read by all.
 
-A ring of slots. The writer counts the slots it has filled, each reader the slots it has read; the writer waits
-where a slot is not read by all. A message that is longer than a slot takes several. A slot has a number, and a
-checksum: in which order another core sees what was written is not for Python to say, so a slot is taken only
-when it fits.
+A ring of slots. The writer counts the slots it has filled, each reader the slots it has read; the writer
+waits where a slot is not read by all. A message that is longer than a slot takes several. A slot has a
+number, and a checksum: in which order another core sees what was written is not for Python to say, so a slot
+is taken only when it fits.
 """
 
 import time

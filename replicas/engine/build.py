@@ -303,8 +303,8 @@ def default_cache_bytes(
 ) -> int:
     """Bytes for a shard's arena when `cache_memory_bytes` is not given.
 
-    On a CPU a quarter of the free memory, at most 4 GiB, for all shards together. On a GPU what weights, workspace and graphs leave of
-    `gpu_memory_utilization` of the card.
+    On a CPU a quarter of the free memory, at most 4 GiB, for all shards together. On a GPU what weights,
+    workspace and graphs leave of `gpu_memory_utilization` of the card.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -125,7 +125,7 @@ class Engine:
         return outputs
 
     def shutdown(self) -> None:
-        """End the processes of other ranks, if there are any. Requests are forgotten, and no step may follow."""
+        """Forget all requests and end the processes of other ranks, if there are any; no step may follow."""
         for request_id in list(self._requests):
             self.abort(request_id)
         self._executor.shutdown()

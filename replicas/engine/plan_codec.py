@@ -1,12 +1,15 @@
-"""Step plans as bytes, for the ranks of a replica that do not plan: what is new since the last plan, in msgpack.
+"""Step plans as bytes, for the ranks of a replica that do not plan: what is new since the last plan, msgpack.
 
-Both ends remember the requests of the last plans in the same way. A request's name, its way of sampling and its
-page table are said once; then only what was appended to the table, or all of it again when it starts over or
-when pages were moved.
+Both ends remember the requests of the last plans in the same way. A request's name, its way of sampling and
+its page table are said once; then only what was appended to the table, or all of it again when it starts over
+or when pages were moved. Everything goes by columns over the plan's sequences, as a loop over 256 of them in
+Python takes several times as long.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import msgpack
@@ -17,10 +20,16 @@ from hybridserve.replicas.sampling_params import SamplingParams
 
 REMEMBERED_STEPS = 64
 """A request that has been in none of so many plans is forgotten."""
-ROW_INTS = 8
+
+_NO_SAMPLE = SampleSpec(None, 0, -1, 0, (), ())
+"""Stands for None in columns; its position says so."""
 _HUGE = 1
 """Code of an integer that 64 bits do not hold, in digits."""
-_DEFAULTS = {field.name: getattr(SamplingParams(), field.name) for field in fields(SamplingParams)}
+_DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in fields(SamplingParams)}
+
+# the fields of a named tuple from an iterable, without a call of Python's own
+_sample_of = partial(tuple.__new__, SampleSpec)
+_sequence_of = partial(tuple.__new__, ScheduledSequence)
 
 
 @dataclass(slots=True)
@@ -30,14 +39,13 @@ class _Sent:
     number: int
     table: Sequence[int]
     """The request's own list, which tells one request from another that took its id."""
-    num_pages: int
-    last_step: int
-    sample: tuple | None = None
-    """(params, seed, prompt_len, banned_token_ids)"""
-    history: int = 0
-    """Entries of the sample's `token_ids`."""
-    extras: tuple = ()
-    """(stagger, prompt_logprobs)"""
+    num_pages: int = 0
+    last_plan: int = 0
+    traits: tuple = ()
+    """What seldom changes: (params, seed, prompt_len, banned_token_ids, stagger, prompt_logprobs)."""
+    has_penalty: bool = False
+    history_len: int = 0
+    """Entries of the sample's `token_ids`, which go to who has penalties."""
 
 
 class PlanEncoder:
@@ -51,81 +59,87 @@ class PlanEncoder:
     def encode(self, plan: StepPlan) -> bytes:
         """The plan's own lists are read before this returns."""
         self._plans += 1
-        copies = plan.copies
-        if copies.pages:
+        head = (plan.step, plan.num_decodes, _flat(plan.copies.pages), _flat(plan.copies.units))
+        if not plan.sequences:
+            return msgpack.packb((head, None))
+        if plan.copies.pages:
             # any table may have been patched, also of a request that this plan leaves out
-            for sent in self._known.values():
-                sent.num_pages = 0
-        rows: list[int] = []
-        tokens: list[int] = []
-        pages: list[int] = []
-        news: list[Any] = []
-        for at, sequence in enumerate(plan.sequences):
-            self._row(at, sequence, rows, tokens, pages, news)
-        _forget(self._known, self._plans)
-        message = (
-            plan.step,
-            plan.num_decodes,
-            _flat(copies.pages),
-            _flat(copies.units),
-            rows,
-            tokens,
-            pages,
-            news,
+            for one in self._known.values():
+                one.num_pages = 0
+        columns = zip(*plan.sequences, strict=True)
+        ids, tokens, contexts, units, tables, samples, recurrent, staggers, prompt_logprobs, following = (
+            columns
         )
-        return msgpack.packb(message)
+        params, seeds, positions, prompt_lens, histories, banned = zip(
+            *[s or _NO_SAMPLE for s in samples], strict=True
+        )
+        sent, names = self._requests_of(ids, tables)
+        traits = list(zip(params, seeds, prompt_lens, banned, staggers, prompt_logprobs, strict=True))
+        body = (
+            [one.number for one in sent],
+            names,
+            _new_traits(sent, traits),
+            _new_history(sent, histories),
+            _new_pages(sent, tables, contexts),
+            list(map(len, tokens)),
+            list(chain.from_iterable(tokens)),
+            contexts,
+            units,
+            positions,
+            recurrent,
+            [(at, ids) for at, ids in enumerate(following) if ids] if any(following) else (),
+        )
+        _forget(self._known, self._plans)
+        return msgpack.packb((head, body))
 
-    def _row(
-        self,
-        at: int,
-        sequence: ScheduledSequence,
-        rows: list[int],
-        tokens: list[int],
-        pages: list[int],
-        news: list[Any],
-    ) -> None:
-        """Append what the others need of a sequence: numbers, and in `news` what changes seldom."""
-        request_id, token_ids, context_len, unit, table, sample, recurrent, *extras, following = sequence
-        sent = self._known.get(request_id)
-        name = None
-        if sent is None or sent.table is not table:
-            self._requests += 1
-            sent = self._known[request_id] = _Sent(self._requests, table, 0, 0)
-            name = request_id
-        sent.last_step = self._plans
-        length = len(table)
-        kept = sent.num_pages if context_len and sent.num_pages <= length else 0
-        if kept < length:
-            pages += table[kept:]
-        sent.num_pages = length
-        tokens += token_ids
-        position = -1 if sample is None else sample.position
-        rows += (sent.number, len(token_ids), context_len, unit, kept, length - kept, position, recurrent)
-        changed = self._changes(sent, sample, tuple(extras))
-        if name is not None or changed is not None or following:
-            news.append((at, name, changed, following if following else ()))
+    def _requests_of(
+        self, ids: Sequence[str], tables: Sequence[Sequence[int]]
+    ) -> tuple[list[_Sent], list[tuple[int, str]]]:
+        """What the others know of each request, and (place, name) of those who are new to them."""
+        sent = list(map(self._known.get, ids))
+        names = []
+        for at, (one, table) in enumerate(zip(sent, tables, strict=True)):
+            if one is None or one.table is not table:
+                self._requests += 1
+                sent[at] = one = self._known[ids[at]] = _Sent(self._requests, table)
+                names.append((at, ids[at]))
+            one.last_plan = self._plans
+        return sent, names
 
-    def _changes(self, sent: _Sent, sample: SampleSpec | None, extras: tuple) -> tuple | None:
-        """(extras, sample's constants, where its history goes on, the history's entries from there), each of
-        the first two None where it is known."""
-        says_extras = extras if extras != sent.extras else None
-        sent.extras = extras
-        if sample is None:
-            return None if says_extras is None else (says_extras, None, 0, ())
-        params = sample.params
-        constants = (params, sample.seed, sample.prompt_len, sample.banned_token_ids)
-        says_sample = None
-        known = sent.sample
-        if known is None or known[0] is not params or known[1:] != constants[1:]:
-            says_sample = (_pack_params(params), *constants[1:])
-            sent.sample = constants
-        start, entries = 0, ()
-        if params.has_penalty:
-            start, entries = sent.history, sample.token_ids[sent.history :]
-            sent.history = len(sample.token_ids)
-        if says_extras is None and says_sample is None and not entries:
-            return None
-        return says_extras, says_sample, start, entries
+
+def _new_traits(sent: Sequence[_Sent], traits: Sequence[tuple]) -> list[tuple]:
+    """(place, packed traits) where the others know other ones."""
+    told = []
+    for at, (one, now) in enumerate(zip(sent, traits, strict=True)):
+        if one.traits != now:
+            one.traits = now
+            params = now[0]
+            one.has_penalty = params is not None and params.has_penalty
+            told.append((at, None if params is None else _pack_params(params), *now[1:]))
+    return told
+
+
+def _new_history(sent: Sequence[_Sent], histories: Sequence[Sequence[int]]) -> list[tuple]:
+    """(place, entries) that were appended to what penalties count."""
+    told = []
+    for at in [at for at, one in enumerate(sent) if one.has_penalty]:
+        told.append((at, histories[at][sent[at].history_len :]))
+        sent[at].history_len = len(histories[at])
+    return told
+
+
+def _new_pages(
+    sent: Sequence[_Sent], tables: Sequence[Sequence[int]], contexts: Sequence[int]
+) -> list[tuple]:
+    """(place, entries that stay, entries after those) where a table has changed."""
+    told = []
+    for at, (one, length, context) in enumerate(zip(sent, map(len, tables), contexts, strict=True)):
+        # a sequence that starts over has other pages, in the same list
+        if one.num_pages != length or not context:
+            kept = one.num_pages if context and one.num_pages <= length else 0
+            told.append((at, kept, tables[at][kept:]))
+            one.num_pages = length
+    return told
 
 
 @dataclass(slots=True)
@@ -133,11 +147,10 @@ class _Known:
     """A request as it was told."""
 
     request_id: str
-    table: list[int]
-    last_step: int
-    sample: tuple | None
-    history: list[int]
-    extras: tuple
+    last_plan: int = 0
+    table: list[int] = field(default_factory=list)
+    traits: tuple = ()
+    history: list[int] = field(default_factory=list)
 
 
 class PlanDecoder:
@@ -152,67 +165,79 @@ class PlanDecoder:
 
     def decode(self, message: bytes) -> StepPlan:
         self._plans += 1
-        step, num_decodes, moved_pages, moved_units, rows, tokens, pages, news = msgpack.unpackb(
-            message, strict_map_key=False, use_list=True, ext_hook=_unpack_huge
+        (step, num_decodes, *moves), body = msgpack.unpackb(
+            message, strict_map_key=False, ext_hook=_unpack_huge
         )
-        told = {at: what for at, *what in news}
-        sequences = []
-        token_at = page_at = 0
-        for at in range(len(rows) // ROW_INTS):
-            number, count, context_len, unit, kept, added, position, recurrent = rows[
-                at * ROW_INTS : (at + 1) * ROW_INTS
-            ]
-            following: Sequence[int] = ()
-            if at in told:
-                name, changed, following = told[at]
-                if name is not None:
-                    self._known[number] = _Known(name, [], 0, None, [], ())
-                if changed is not None:
-                    _learn(self._known[number], *changed)
-            known = self._known[number]
-            known.last_step = self._plans
-            known.table[kept:] = pages[page_at : page_at + added]
-            page_at += added
-            sample = None
-            if position >= 0:
-                params, seed, prompt_len, banned = known.sample
-                sample = SampleSpec(params, seed, position, prompt_len, known.history, banned)
-            sequences.append(
-                ScheduledSequence(
-                    known.request_id,
-                    tokens[token_at : token_at + count],
-                    context_len,
-                    unit,
-                    known.table,
-                    sample,
-                    recurrent,
-                    *known.extras,
-                    following,
-                )
-            )
-            token_at += count
+        sequences = self._sequences(*body) if body is not None else ()
         _forget(self._known, self._plans)
-        copies = Copies(_pairs(moved_pages), _pairs(moved_units))
-        return StepPlan(step, tuple(sequences), num_decodes, copies)
+        return StepPlan(step, sequences, num_decodes, Copies(*map(_pairs, moves)))
+
+    def _sequences(
+        self,
+        numbers: Sequence[int],
+        names: Iterable[tuple[int, str]],
+        new_traits: Iterable[tuple],
+        new_history: Iterable[tuple],
+        new_pages: Iterable[tuple],
+        counts: Sequence[int],
+        tokens: Sequence[int],
+        contexts: Sequence[int],
+        units: Sequence[int],
+        positions: Sequence[int],
+        recurrent: Sequence[int],
+        new_following: Iterable[tuple],
+    ) -> tuple[ScheduledSequence, ...]:
+        for at, name in names:
+            self._known[numbers[at]] = _Known(name)
+        known = [self._known[number] for number in numbers]
+        for one in known:
+            one.last_plan = self._plans
+        for at, packed, seed, prompt_len, banned, *rest in new_traits:
+            params = None if packed is None else SamplingParams(**packed)
+            known[at].traits = (params, seed, prompt_len, tuple(banned), *rest)
+        for at, entries in new_history:
+            known[at].history += entries
+        for at, kept, entries in new_pages:
+            known[at].table[kept:] = entries
+        following: list[Sequence[int]] = [()] * len(known)
+        for at, ids in new_following:
+            following[at] = ids
+        params, seeds, prompt_lens, banned, staggers, prompt_logprobs = zip(
+            *[one.traits for one in known], strict=True
+        )
+        histories = [one.history for one in known]
+        samples = map(_sample_of, zip(params, seeds, positions, prompt_lens, histories, banned, strict=True))
+        columns = (
+            [one.request_id for one in known],
+            _cut(tokens, counts),
+            contexts,
+            units,
+            [one.table for one in known],
+            [sample if sample.position >= 0 else None for sample in samples],
+            recurrent,
+            staggers,
+            prompt_logprobs,
+            following,
+        )
+        return tuple(map(_sequence_of, zip(*columns, strict=True)))
 
 
-def _learn(
-    known: _Known, extras: list | None, sample: list | None, start: int, entries: Sequence[int]
-) -> None:
-    if extras is not None:
-        known.extras = tuple(extras)
-    if sample is not None:
-        packed, seed, prompt_len, banned = sample
-        known.sample = (_unpack_params(packed), seed, prompt_len, tuple(banned))
-    if entries:
-        known.history[start:] = entries
+def _cut(tokens: Sequence[int], counts: Sequence[int]) -> list[Sequence[int]]:
+    """`tokens` in pieces of `counts`."""
+    if len(tokens) == len(counts):
+        return [[token] for token in tokens]
+    pieces, start = [], 0
+    for count in counts:
+        pieces.append(tokens[start : start + count])
+        start += count
+    return pieces
 
 
 def _forget(known: dict[Any, Any], plans: int) -> None:
     """Both ends drop the same requests at the same plan."""
     if plans % REMEMBERED_STEPS:
         return
-    for key in [k for k, request in known.items() if request.last_step <= plans - REMEMBERED_STEPS]:
+    for key in [key for key, one in known.items() if one.last_plan <= plans - REMEMBERED_STEPS]:
         del known[key]
 
 
@@ -236,12 +261,8 @@ def _unpack_huge(code: int, data: bytes) -> int:
     return int(data)
 
 
-def _unpack_params(packed: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(**packed)
-
-
 def _flat(pairs: Iterable[tuple[int, int]]) -> list[int]:
-    return [number for pair in pairs for number in pair]
+    return list(chain.from_iterable(pairs))
 
 
 def _pairs(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
