@@ -6,9 +6,9 @@ number, and a checksum: in which order another core sees what was written is not
 is taken only when it fits.
 """
 
+import struct
 import time
 import zlib
-from array import array
 
 from hybridserve.parallel.step_channel.futex import Futex
 
@@ -19,6 +19,8 @@ SPIN_S = 20e-6
 _LINE_WORDS = 16
 """Counters lie in cache lines of their own."""
 _HEADER_BYTES = 64
+_HEADER = struct.Struct("@IIII")
+"""A slot's number, the bytes in it, whether the message goes on in the next one, a checksum of it all."""
 _NAP_S = 50e-6
 _TORN_S = 1.0
 
@@ -31,22 +33,22 @@ def ring_bytes(size: int) -> int:
 class _Ring:
     def __init__(self, memory: memoryview, size: int) -> None:
         """memory: `ring_bytes(size)` bytes, zeroed when they were made."""
-        counters = (1 + size) * _LINE_WORDS * 4
-        self._counters = memory[:counters].cast("I")
-        slots = memory[counters : ring_bytes(size)]
-        step = _HEADER_BYTES + SLOT_BYTES
-        parts = [slots[at * step : (at + 1) * step] for at in range(NUM_SLOTS)]
-        self._headers = [part[:_HEADER_BYTES].cast("I") for part in parts]
-        self._bodies = [part[_HEADER_BYTES:] for part in parts]
-        self._size = size
+        self._memory = memory
+        self._first_slot = (1 + size) * _LINE_WORDS * 4
+        # a whole word is stored at once, as a native one is
+        self._counters = memory[: self._first_slot].cast("I")
         self._futex = Futex(memory, 0)
-        self._views = [slots, *parts]
+        self._size = size
+        self._count = 0
 
     def release(self) -> None:
         """Let go of the memory."""
         self._futex.release()
-        for view in (self._counters, *self._headers, *self._bodies, *self._views):
-            view.release()
+        self._counters.release()
+
+    def _slot(self) -> int:
+        """Where the next slot begins."""
+        return self._first_slot + self._count % NUM_SLOTS * (_HEADER_BYTES + SLOT_BYTES)
 
     def _read_by(self, rank: int) -> int:
         return (1 + rank) * _LINE_WORDS
@@ -54,10 +56,6 @@ class _Ring:
 
 class RingWriter(_Ring):
     """Rank 0's end."""
-
-    def __init__(self, memory: memoryview, size: int) -> None:
-        super().__init__(memory, size)
-        self._count = 0
 
     def write(self, message: bytes, timeout_s: float) -> None:
         """Hand `message` to all others.
@@ -69,11 +67,12 @@ class RingWriter(_Ring):
         for start in range(0, max(len(message), 1), SLOT_BYTES):
             part = message[start : start + SLOT_BYTES]
             self._wait_for_room(timeout_s)
-            at = self._count % NUM_SLOTS
-            self._bodies[at][: len(part)] = part
+            at = self._slot()
+            body = at + _HEADER_BYTES
             self._count += 1
-            number, more = self._count % 2**32, int(start + SLOT_BYTES < len(message))
-            self._headers[at][:4] = _words(number, len(part), more, _checksum(part, number, more))
+            number, more = self._count % 2**32, start + SLOT_BYTES < len(message)
+            self._memory[body : body + len(part)] = part
+            _HEADER.pack_into(self._memory, at, number, len(part), more, _checksum(part, number, more))
             self._counters[0] = number
             self._futex.wake()
 
@@ -92,7 +91,6 @@ class RingReader(_Ring):
 
     def __init__(self, memory: memoryview, rank: int, size: int) -> None:
         super().__init__(memory, size)
-        self._count = 0
         self._mine = self._read_by(rank)
         self._parts: list[bytes] = []
 
@@ -101,6 +99,8 @@ class RingReader(_Ring):
         deadline = time.monotonic() + timeout_s
         while self._wait(deadline):
             part, more = self._take()
+            if not more and not self._parts:
+                return part
             self._parts.append(part)
             if not more:
                 message, self._parts = b"".join(self._parts), []
@@ -118,26 +118,24 @@ class RingReader(_Ring):
                 self._futex.wait(seen, deadline - now)
         return True
 
-    def _take(self) -> tuple[bytes, bool]:
-        at, number = self._count % NUM_SLOTS, (self._count + 1) % 2**32
-        header, body = self._headers[at], self._bodies[at]
-        deadline = time.monotonic() + _TORN_S
+    def _take(self) -> tuple[bytes, int]:
+        at = self._slot()
+        body = at + _HEADER_BYTES
+        self._count += 1
+        number = self._count % 2**32
+        deadline = None
         while True:
-            found, length, more, checksum = header[:4]
+            found, length, more, checksum = _HEADER.unpack_from(self._memory, at)
             if found == number and length <= SLOT_BYTES:
-                part = bytes(body[:length])
+                part = bytes(self._memory[body : body + length])
                 if checksum == _checksum(part, number, more):
                     break
+            deadline = deadline or time.monotonic() + _TORN_S
             if time.monotonic() > deadline:
                 raise RuntimeError(f"message {number} of the step channel does not arrive whole")
-        self._count += 1
         self._counters[self._mine] = number
-        return part, bool(more)
+        return part, more
 
 
 def _checksum(part: bytes, number: int, more: int) -> int:
     return zlib.crc32(part, (2 * number + more) % 2**32)
-
-
-def _words(*values: int) -> memoryview:
-    return memoryview(array("I", values))
