@@ -30,6 +30,7 @@ class SharedMemory:
 
     def __init__(self, descriptor: int, address: str) -> None:
         self._descriptor = descriptor
+        """Stays open: others find the memory by it."""
         self._map = mmap.mmap(descriptor, 0)
         self._whole = memoryview(self._map)
         self.view = self._whole[HEADER_BYTES:]
