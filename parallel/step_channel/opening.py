@@ -34,7 +34,12 @@ def _open_first(store: dist.Store, size: int, check: Callable[[], None]) -> Step
     host = host_identity()
     memory = SharedMemory.create(memory_bytes(size)) if host else None
     store.set("channel/memory", f"{host}\n{memory.address}" if memory else "")
-    answers = wait_for_keys(store, [f"channel/has_memory/{rank}" for rank in range(1, size)], check)
+    try:
+        answers = wait_for_keys(store, [f"channel/has_memory/{rank}" for rank in range(1, size)], check)
+    except BaseException:
+        if memory is not None:
+            memory.close()
+        raise
     shared = memory is not None and all(answer == b"yes" for answer in answers)
     store.set("channel/kind", "memory" if shared else "group")
     if shared:

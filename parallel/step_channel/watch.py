@@ -26,6 +26,11 @@ class RankFailure(RuntimeError):
     def __init__(self, rank: int, size: int, reason: str) -> None:
         super().__init__(f"rank {rank} of {size} {reason}")
         self.rank = rank
+        self._said = rank, size, reason
+
+    def again(self) -> "RankFailure":
+        """The same without a traceback, which would keep alive whatever ran when it was raised."""
+        return RankFailure(*self._said)
 
 
 class RankWatch:
@@ -70,7 +75,7 @@ class RankWatch:
     def check(self) -> None:
         """Raise the failure, if there is one."""
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.again()
 
     def wait_for_failure(self, timeout_s: float) -> RankFailure | None:
         """What is behind an error that a lost connection has caused here."""

@@ -12,6 +12,7 @@ import torch
 from hybridserve.kernels.linear_attention.replay import REPLAY_WINDOW
 from hybridserve.parallel.group import SINGLE, TensorParallelGroup
 from hybridserve.parallel.step_channel.board import Board, agree_on_least
+from hybridserve.parallel.step_channel.watch import RankFailure
 from hybridserve.replicas.arena.arena import Arena
 from hybridserve.replicas.arena.layout import ArenaLayout, plan_arena
 from hybridserve.replicas.engine.config import EngineConfig
@@ -119,10 +120,10 @@ def _build_ranks(
         if isinstance(error, RuntimeError):
             # it may be another rank's end that is felt here
             ranks.watch.wait_for_failure(BLAME_S)
-        ranks.stop()
-        failure = ranks.watch.failure
-        if failure is not None and failure is not error:
-            raise failure from error
+        # the others wait for this rank, and would not see that they should end
+        ranks.stop(0.0)
+        if ranks.watch.failure is not None and not isinstance(error, RankFailure):
+            raise ranks.watch.failure.again() from error
         raise
     executor = ShardedExecutor(shard.runner, ranks.channel, ranks.watch, ranks.stop)
     # also when the interpreter ends; the ranks know nothing of the executor, so it can be collected

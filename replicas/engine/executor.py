@@ -24,5 +24,8 @@ class Executor(Protocol):
         The plan's own lists are read before this returns.
         """
 
+    def check(self) -> None:
+        """Raise where no plan can be run any more, as another rank is dead or stuck. Costs nothing."""
+
     def shutdown(self) -> None:
         """Give up what the executor holds outside of this process; no plan may follow."""

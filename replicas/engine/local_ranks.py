@@ -46,6 +46,7 @@ class LocalRanks:
         self.group = SINGLE
         self.channel: StepChannel | None = None
         self._is_stopped = False
+        self._pid = os.getpid()
         self._store = host_store(LOOPBACK)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self.watch = RankWatch(self.size, self._end_of, self._give_up)
@@ -57,7 +58,7 @@ class LocalRanks:
             self.watch.attach(self.channel.board)
             self.group = connect(0, self.size, self._store, backend=backend, address=LOOPBACK)
         except BaseException:
-            self.stop()
+            self.stop(0.0)
             raise
 
     def wait(self, done: Callable[[], bool]) -> None:
@@ -71,16 +72,19 @@ class LocalRanks:
         self.wait(lambda: all(board.row(rank).state == RankState.READY for rank in range(1, self.size)))
         self.watch.count_silence()
 
-    def stop(self) -> None:
-        """End the processes; after the first call nothing happens."""
-        if self._is_stopped:
+    def stop(self, patience_s: float = END_S) -> None:
+        """End the processes, killing those that have not ended after `patience_s`; after the first call
+        nothing happens."""
+        # a fork of this process has no ranks of its own
+        if self._is_stopped or os.getpid() != self._pid:
             return
         self._is_stopped = True
-        if self.watch.failure is None and self.channel is not None:
+        # before the end of a rank could be taken for a failure
+        self.watch.stop()
+        if self.watch.failure is None and self.channel is not None and patience_s > 0:
             with contextlib.suppress(RuntimeError, TimeoutError):
                 self.channel.send(END)
-                self._wait(END_S)
-        self.watch.stop()
+                self._wait(patience_s)
         self._kill()
         if self.channel is not None:
             self.channel.close()

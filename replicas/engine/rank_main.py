@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 END = b"end"
 """The message after the last plan; no plan is as short."""
-WAIT_S = 1.0
+WAIT_S = 0.1
+"""Without a plan for so long the last step's end is waited for."""
 
 
 def failure_key(rank: int) -> str:
@@ -83,7 +84,8 @@ def run_plans(channel: StepChannel, runner: Executor) -> None:
     running: RunningStep | None = None
     taken = done = 0
     while True:
-        message = channel.receive(0.0 if running is not None else WAIT_S)
+        # a step is not waited for while the next one could be queued behind it
+        message = channel.receive(WAIT_S)
         if message == END:
             break
         submitted = None

@@ -23,9 +23,9 @@ class ShardedExecutor:
     """An Executor over this process' shard and all others."""
 
     def __init__(
-        self, runner: Executor, channel: StepChannel, watch: RankWatch, stop: Callable[[], None]
+        self, runner: Executor, channel: StepChannel, watch: RankWatch, stop: Callable[..., None]
     ) -> None:
-        """stop: ends the other ranks; may be called more than once."""
+        """stop: ends the other ranks, at once where it is given 0.0; may be called more than once."""
         self.runner = runner
         self.overlaps = runner.overlaps
         self._channel = channel
@@ -34,6 +34,7 @@ class ShardedExecutor:
         self._encoder = PlanEncoder()
         self._taken = self._done = 0
         self._is_shut_down = False
+        self._why = "the engine was shut down"
 
     def submit(self, plan: StepPlan) -> RunningStep:
         """See `Executor`.
@@ -41,13 +42,17 @@ class ShardedExecutor:
         Raises:
             RankFailure: a rank is dead or stuck; names it.
         """
-        if self._is_shut_down:
-            raise RuntimeError("the engine was shut down")
         with self._blaming(), uninterrupted():
             self._taken += 1
             self._channel.board.count(self._taken, self._done)
             self._channel.send(self._encoder.encode(plan))
             return _ShardedStep(self, self.runner.submit(plan))
+
+    def check(self) -> None:
+        """Raise what ends the replica, if there is anything. Costs nothing."""
+        self._watch.check()
+        if self._is_shut_down:
+            raise RuntimeError(self._why)
 
     def shutdown(self) -> None:
         """End the other ranks. No plan can be submitted any more."""
@@ -66,12 +71,17 @@ class ShardedExecutor:
     @contextmanager
     def _blaming(self) -> Iterator[None]:
         """Raise the failure of a rank instead of what it causes here."""
-        self._watch.check()
+        self.check()
         try:
             yield
-        except (RuntimeError, TimeoutError):
-            self._watch.wait_for_failure(BLAME_S)
-            self._watch.check()
+        except Exception as error:
+            if isinstance(error, RuntimeError | TimeoutError):
+                self._watch.wait_for_failure(BLAME_S)
+                self._watch.check()
+            # the others take part in a step that this rank has left
+            self._why = f"rank 0 failed: {type(error).__name__}: {error}"
+            self._is_shut_down = True
+            self._stop(0.0)
             raise
         # what a step gives after its group was aborted means nothing
         self._watch.check()

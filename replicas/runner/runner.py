@@ -130,6 +130,9 @@ class ModelRunner:
         with flushed_denormals() if self._device.type == "cpu" else nullcontext():
             return self._run(plan)
 
+    def check(self) -> None:
+        """Nothing outside of this process could fail."""
+
     def shutdown(self) -> None:
         """There is nothing outside of this process."""
 

@@ -12,7 +12,7 @@ NEW_TOKENS = 10
 
 @pytest.fixture(scope="module")
 def requests():
-    """(name, prompt, params): greedy, drawn, and with every way to edit logits; one also scores its prompt."""
+    """(name, prompt, params): greedy, drawn, with every way to edit logits, and with its prompt scored."""
     rng = random.Random(5)
     ways = (
         {"temperature": 0},
