@@ -150,11 +150,13 @@ def build_shard(
     model_config = load_model_config(config.model, config.hf_overrides)
     placement = resolve_placement(config, model_config, group.rank)
     device = placement.device
-    if device.type == "cuda":
+    if device.type == "cuda" and group.size > 1:
         torch.cuda.set_device(device)
-    elif config.num_threads is not None or group.size > 1:
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    elif device.type == "cpu" and group.size > 1:
         # ranks of one machine share its cores
-        torch.set_num_threads(config.num_threads or 1)
+        torch.set_num_threads(1)
     if device.type == "cpu":
         keep_freed_memory()
     with report.part("model"):
@@ -292,7 +294,9 @@ def resolve_placement(config: EngineConfig, model_config: ModelConfig, rank: int
     if config.device == "cuda" and not available:
         raise ValueError("device is 'cuda', but torch sees no CUDA device")
     on_gpu = available and config.device != "cpu"
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda" if on_gpu else "cpu")
+    if on_gpu and config.tensor_parallel_size > 1:
+        device = torch.device("cuda", rank)
     dtype = config.dtype
     if dtype == "auto":
         dtype = model_config.dtype if device.type == "cuda" else "float32"

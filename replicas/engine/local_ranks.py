@@ -130,10 +130,10 @@ def _start(config: EngineConfig, rank: int, port: int) -> "subprocess.Popen[byte
     environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     # threads that spin while they wait would take the cores from the other ranks
     environment.setdefault("OMP_WAIT_POLICY", "passive")
+    told = json.dumps({"rank": rank, "port": port, "parent": os.getpid(), "config": asdict(config)})
     process = subprocess.Popen([sys.executable, "-P", "-c", _PROGRAM], stdin=subprocess.PIPE, env=environment)
-    told = {"rank": rank, "port": port, "parent": os.getpid(), "config": asdict(config)}
     try:
-        process.stdin.write(json.dumps(told).encode() + b"\n")
+        process.stdin.write(told.encode() + b"\n")
         process.stdin.flush()
     except BrokenPipeError:
         # it is dead already, which the watch reports
