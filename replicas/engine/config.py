@@ -25,7 +25,7 @@ class EngineConfig:
     """"auto": the checkpoint's on a GPU, float32 on a CPU."""
     device: str = "auto"
     tensor_parallel_size: int = 1
-    """Ranks that share the model, each a process of this machine; on GPUs rank r has the r-th that is visible."""
+    """Ranks that share the model, each a process of this machine; on GPUs rank r has the r-th visible one."""
     max_model_len: int | None = None
     """None: the model's own limit, or what the arena holds if that is less."""
     max_num_seqs: int = 256
@@ -33,8 +33,8 @@ class EngineConfig:
     """None: 8,192 on a GPU, 2,048 on a CPU."""
     gpu_memory_utilization: float = 0.9
     cache_memory_bytes: int | None = None
-    """Bytes of one rank's arena. None: on a GPU what `gpu_memory_utilization` leaves, on a CPU a quarter of the
-    free memory, at most 4 GiB, for all ranks together."""
+    """Bytes of one rank's arena. None: on a GPU what `gpu_memory_utilization` leaves, on a CPU a quarter of
+    the free memory, at most 4 GiB, for all ranks together."""
     page_size: int = 16
     load_format: str = "auto"
     enforce_eager: bool = False

@@ -55,13 +55,15 @@ class PlanEncoder:
         self._known: dict[str, _Sent] = {}
         self._plans = 0
         self._requests = 0
+        # one for all: each has a buffer of a megabyte
+        self._packer = msgpack.Packer()
 
     def encode(self, plan: StepPlan) -> bytes:
         """The plan's own lists are read before this returns."""
         self._plans += 1
         head = (plan.step, plan.num_decodes, _flat(plan.copies.pages), _flat(plan.copies.units))
         if not plan.sequences:
-            return msgpack.packb((head, None))
+            return self._packer.pack((head, None))
         if plan.copies.pages:
             # any table may have been patched, also of a request that this plan leaves out
             for one in self._known.values():
@@ -90,7 +92,7 @@ class PlanEncoder:
             [(at, ids) for at, ids in enumerate(following) if ids] if any(following) else (),
         )
         _forget(self._known, self._plans)
-        return msgpack.packb((head, body))
+        return self._packer.pack((head, body))
 
     def _requests_of(
         self, ids: Sequence[str], tables: Sequence[Sequence[int]]
