@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+Store = dist.Store
 LOOPBACK = "127.0.0.1"
 _FOREVER = timedelta(days=365)
 """A store's own timeout: who waits also asks whether the others are alive, so it decides."""

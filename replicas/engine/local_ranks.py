@@ -21,13 +21,19 @@ from hybridserve.parallel.step_channel.channel import StepChannel
 from hybridserve.parallel.step_channel.opening import open_channel
 from hybridserve.parallel.step_channel.watch import RankFailure, RankWatch
 from hybridserve.replicas.engine.config import EngineConfig
-from hybridserve.replicas.engine.rank_main import END, failure_key
 
 logger = logging.getLogger(__name__)
 
+END = b"end"
+"""The message after the last plan; no plan begins like it."""
 END_S = 3.0
 """How long ranks may take to end by themselves."""
 _PROGRAM = "from hybridserve.replicas.engine.rank_main import main; main()"
+
+
+def failure_key(rank: int) -> str:
+    """Where on the store a rank leaves the reason of its end."""
+    return f"failure/{rank}"
 
 
 class LocalRanks:

@@ -14,26 +14,22 @@ import traceback
 import torch
 
 from hybridserve.parallel.group import connect
-from hybridserve.parallel.rendezvous import LOOPBACK, join_store, poll_until
+from hybridserve.parallel.rendezvous import LOOPBACK, Store, join_store, poll_until
 from hybridserve.parallel.step_channel.board import RankState
 from hybridserve.parallel.step_channel.channel import StepChannel
 from hybridserve.parallel.step_channel.opening import open_channel
 from hybridserve.parallel.step_channel.watch import RootWatch
+from hybridserve.replicas.engine.build import build_shard, rank_backend, resolve_placement
 from hybridserve.replicas.engine.config import EngineConfig
 from hybridserve.replicas.engine.executor import Executor, RunningStep
+from hybridserve.replicas.engine.local_ranks import END, failure_key
 from hybridserve.replicas.engine.plan_codec import PlanDecoder
+from hybridserve.replicas.models.config import load_model_config
 
 logger = logging.getLogger(__name__)
 
-END = b"end"
-"""The message after the last plan; no plan is as short."""
 WAIT_S = 0.1
 """Without a plan for so long the last step's end is waited for."""
-
-
-def failure_key(rank: int) -> str:
-    """Where on the store a rank leaves the reason of its end."""
-    return f"failure/{rank}"
 
 
 def main() -> None:
@@ -58,11 +54,7 @@ def main() -> None:
     os._exit(code)
 
 
-def _serve(rank: int, config: EngineConfig, store, watch: RootWatch) -> None:
-    # the module imports this one's caller
-    from hybridserve.replicas.engine.build import build_shard, rank_backend, resolve_placement
-    from hybridserve.replicas.models.config import load_model_config
-
+def _serve(rank: int, config: EngineConfig, store: Store, watch: RootWatch) -> None:
     device = resolve_placement(config, load_model_config(config.model, config.hf_overrides), rank).device
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -99,8 +99,8 @@ class _ShardedStep:
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Ctrl-C waits for the end: what other ranks were told to do has to be done here too."""
-    if threading.current_thread() is not threading.main_thread():
-        # only the main thread is interrupted
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+        # only the main thread is interrupted, and a handler that is not Python's could not be put back
         yield
         return
     caught: list[tuple] = []
