@@ -23,6 +23,9 @@ _LENGTH_BYTES = 8
 class StepChannel(Protocol):
     board: Board
 
+    def announce(self) -> None:
+        """Rank 0: a message follows at once. Wakes who waits for it, which takes longer than to send it."""
+
     def send(self, message: bytes) -> None:
         """Rank 0: hand `message`, not empty, to all others; they receive it in order.
 
@@ -59,6 +62,9 @@ class MemoryChannel:
         self._ring_view = memory.view[board_bytes:]
         self._ring = RingReader(self._ring_view, rank, size) if rank else RingWriter(self._ring_view, size)
 
+    def announce(self) -> None:
+        self._ring.announce()
+
     def send(self, message: bytes) -> None:
         self._ring.write(message, SEND_TIMEOUT_S)
 
@@ -84,6 +90,9 @@ class GroupChannel:
         if rank:
             # a broadcast cannot be waited for in part
             threading.Thread(target=self._receive_all, name="step channel", daemon=True).start()
+
+    def announce(self) -> None:
+        """The others wait in a broadcast, which nothing but its data ends."""
 
     def send(self, message: bytes) -> None:
         self._broadcast(_framed(message))

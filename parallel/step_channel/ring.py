@@ -6,6 +6,7 @@ number, and a checksum: in which order another core sees what was written is not
 is taken only when it fits.
 """
 
+import os
 import struct
 import time
 import zlib
@@ -16,6 +17,8 @@ SLOT_BYTES = 64 * 2**10
 NUM_SLOTS = 16
 SPIN_S = 20e-6
 """A reader looks again for so long before it sleeps: longer would take a core from who writes."""
+AWAKE_S = 300e-6
+"""And for so long after it was woken: the writer wakes it before the message is there."""
 _LINE_WORDS = 16
 """Counters lie in cache lines of their own."""
 _HEADER_BYTES = 64
@@ -56,6 +59,10 @@ class _Ring:
 
 class RingWriter(_Ring):
     """Rank 0's end."""
+
+    def announce(self) -> None:
+        """Wake the readers: a message will be there before they have come to their senses."""
+        self._futex.wake()
 
     def write(self, message: bytes, timeout_s: float) -> None:
         """Hand `message` to all others.
@@ -114,8 +121,11 @@ class RingReader(_Ring):
             now = time.monotonic()
             if now >= deadline:
                 return False
-            if now >= spin_until:
+            if now < spin_until:
+                os.sched_yield()
+            else:
                 self._futex.wait(seen, deadline - now)
+                spin_until = time.monotonic() + AWAKE_S
         return True
 
     def _take(self) -> tuple[bytes, int]:

@@ -45,6 +45,7 @@ class ShardedExecutor:
         with self._blaming(), uninterrupted():
             self._taken += 1
             self._channel.board.count(self._taken, self._done)
+            self._channel.announce()
             self._channel.send(self._encoder.encode(plan))
             return _ShardedStep(self, self.runner.submit(plan))
 

@@ -62,6 +62,7 @@ def send(store, args, num_ranks: int, num_sequences: int) -> None:
     for plan in plans(num_sequences, args.steps + WARM_UP):
         time.sleep(PAUSE_S)
         began = time.perf_counter_ns()
+        channel.announce()
         message = encoder.encode(plan)
         sent = time.perf_counter_ns()
         channel.send(STAMP.pack(began, sent) + message)
@@ -93,6 +94,8 @@ def receive(store, args, rank: int, num_ranks: int) -> None:
         way.append(arrived - sent)
         whole.append(time.perf_counter_ns() - began)
     store.set(f"times/{rank}", torch.tensor([whole, way]).numpy().tobytes())
+    # a thread of the group channel cannot be ended
+    os._exit(0)
 
 
 def main() -> None:

@@ -37,6 +37,9 @@ class Channel:
     def __init__(self, events: list) -> None:
         self.events, self.board, self.decoder = events, self, PlanDecoder()
 
+    def announce(self) -> None:
+        self.events.append("announce")
+
     def send(self, message: bytes) -> None:
         self.events.append(("send", self.decoder.decode(message).step))
 
@@ -72,7 +75,7 @@ def test_the_others_are_told_before_this_rank_begins(parts) -> None:
     executor, _, _, events = parts
     assert executor.overlaps
     step = executor.submit(PLAN)
-    assert events == [("count", 1, 0), ("send", 3), ("run", 3)]
+    assert events == [("count", 1, 0), "announce", ("send", 3), ("run", 3)]
     assert step.result() == StepResult()
     assert events[-1] == ("count", 1, 1)
     executor.check()
