@@ -3,6 +3,7 @@
 Its standard input gives the configuration and ends with the process that started it, as this one then does.
 """
 
+import gc
 import json
 import logging
 import os
@@ -64,6 +65,9 @@ def _serve(rank: int, config: EngineConfig, store: Store, watch: RootWatch) -> N
     channel.board.report(RankState.STARTING)
     group = connect(rank, size, store, backend=rank_backend(device), address=LOOPBACK)
     shard = build_shard(config, group, channel.board, lambda done: poll_until(done, lambda: None))
+    # what is there now stays: a collection amid a step would walk over all of it
+    gc.collect()
+    gc.freeze()
     channel.board.report(RankState.READY)
     run_plans(channel, shard.runner)
     watch.stop()

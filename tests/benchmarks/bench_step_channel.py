@@ -8,6 +8,7 @@ processes share: the bytes' way alone, and that with the plan's encoding and dec
 """
 
 import argparse
+import gc
 import os
 import struct
 import subprocess
@@ -84,6 +85,9 @@ def send(store, args, num_ranks: int, num_sequences: int) -> None:
 
 def receive(store, args, rank: int, num_ranks: int) -> None:
     channel = opening.open_channel(store, rank, num_ranks)
+    # as a rank does
+    gc.collect()
+    gc.freeze()
     decoder = PlanDecoder()
     whole, way = [], []
     while len(way) < args.steps + WARM_UP:

@@ -1,6 +1,7 @@
 """The demo model gives the same tokens on one, two and four ranks, whatever path they take."""
 
 import random
+import signal
 
 import pytest
 
@@ -69,6 +70,25 @@ def test_the_smallest_arena_decides_for_all(two):
     layout = two.arena.layout
     assert layout.extent_bytes <= 525_000
     assert two._executor.runner._storage.buffer.numel() == two.arena.num_extents * layout.extent_bytes
+
+
+def test_an_interrupt_leaves_the_ranks_in_step(two, requests, alone, monkeypatch):
+    """Ctrl-C when the others are at a step: rank 0 does its part, too, before it is interrupted."""
+    runner = two._executor.runner
+    submit, steps = runner.submit, []
+
+    def interrupted(plan):
+        steps.append(plan)
+        if len(steps) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return submit(plan)
+
+    monkeypatch.setattr(runner, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(two, requests)
+    for name, _, _ in requests:
+        two.abort(name)
+    assert run(two, requests) == alone
 
 
 def test_two_replicas_at_once_one_of_them_preempting(make, two, requests, alone):
