@@ -23,10 +23,8 @@ from hybridserve.replicas.engine.local_ranks import LocalRanks
 from hybridserve.replicas.engine.sharded_executor import BLAME_S, ShardedExecutor
 from hybridserve.replicas.engine.sizing import Capacity, describe_capacity, plan_capacity
 from hybridserve.replicas.engine.startup import StartupReport
-from hybridserve.replicas.models.config import load_model_config
-from hybridserve.replicas.models.footprint import measure_footprint
 from hybridserve.replicas.models.registry import build_model, fill_model
-from hybridserve.replicas.models.sharding import shard_config
+from hybridserve.replicas.models.sharding import check_tp_size, shard_config
 from hybridserve.replicas.models.specs import ModelConfig
 from hybridserve.replicas.runner.runner import GraphLimits, Model, ModelRunner
 from hybridserve.replicas.runner.storage import ArenaStorage
@@ -84,7 +82,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     """
     report = StartupReport()
     with report.part("config"):
-        model_config = load_model_config(config.model, config.hf_overrides)
+        model_config = config.read_model_config()
         placement = resolve_placement(config, model_config)
         check_tensor_parallel_size(config, model_config, placement)
     if config.tensor_parallel_size == 1:
@@ -147,7 +145,7 @@ def build_shard(
         ValueError: as for `build_engine`.
     """
     report = report or StartupReport()
-    model_config = load_model_config(config.model, config.hf_overrides)
+    model_config = config.read_model_config()
     placement = resolve_placement(config, model_config, group.rank)
     device = placement.device
     if device.type == "cuda" and group.size > 1:
@@ -192,9 +190,7 @@ def build_shard(
     if device.type == "cuda" and not config.enforce_eager:
         with report.part("graphs"):
             before = torch.cuda.memory_reserved(device)
-            graph_limits = GraphLimits(
-                model_config.vocab_size, capacity.max_model_len, budget, placement.dtype
-            )
+            graph_limits = GraphLimits(capacity.max_model_len, budget, placement.dtype)
             report.graphs = runner.capture_graphs(graph_limits)
             report.memory["graphs"] = torch.cuda.memory_reserved(device) - before
     return Shard(runner, layout, capacity, budget)
@@ -211,7 +207,7 @@ def check_tensor_parallel_size(config: EngineConfig, model_config: ModelConfig, 
     if size == 1:
         return
     try:
-        measure_footprint(model_config, placement.dtype_name, page_size=config.page_size, tp_size=size)
+        check_tp_size(model_config, size)
     except ValueError as error:
         raise ValueError(f"tensor_parallel_size is {size}, but {error}") from None
     if placement.device.type == "cuda":

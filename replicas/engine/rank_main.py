@@ -25,7 +25,6 @@ from hybridserve.replicas.engine.config import EngineConfig
 from hybridserve.replicas.engine.executor import Executor, RunningStep
 from hybridserve.replicas.engine.local_ranks import END, failure_key
 from hybridserve.replicas.engine.plan_codec import PlanDecoder
-from hybridserve.replicas.models.config import load_model_config
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ def main() -> None:
 
 
 def _serve(rank: int, config: EngineConfig, store: Store, watch: RootWatch) -> None:
-    device = resolve_placement(config, load_model_config(config.model, config.hf_overrides), rank).device
+    device = resolve_placement(config, config.read_model_config(), rank).device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     size = config.tensor_parallel_size
