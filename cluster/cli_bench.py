@@ -8,11 +8,13 @@ import typer
 from rich.console import Console
 
 from hybridserve.cluster.cli_sizes import parse_size
+from hybridserve.cluster.comm_expectation import H200, RANKS, expectation_table
 from hybridserve.parallel.comm_benchmark import plot as plots
 from hybridserve.parallel.comm_benchmark import tables
+from hybridserve.parallel.comm_benchmark.expectation import ASSUMED_NCCL, ASSUMED_ONE_SHOT, read_latencies
 from hybridserve.parallel.comm_benchmark.settings import BenchmarkSettings, LayerShape, make_settings
 from hybridserve.replicas.models.config import load_model_config
-from hybridserve.replicas.models.specs import LinearAttentionSpec, ModelConfig
+from hybridserve.replicas.models.specs import LinearAttentionSpec
 
 bench = typer.Typer(help="Measure this machine or this cluster.", no_args_is_help=True)
 
@@ -40,28 +42,27 @@ def comm(
     max_size: Annotated[str | None, typer.Option(help="Largest message, such as 16MiB.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw bytes and time against ranks here.")] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes, a scaled-down layer, few replays.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes and layer, few replays.")] = False,
     ray_address: Annotated[
         str | None,
-        typer.Option(help="Run on this Ray cluster (auto: the one that runs), a rank a GPU or CPU."),
+        typer.Option(help="Run on this Ray cluster (auto: the running one)."),
     ] = None,
     expect: Annotated[
         bool, typer.Option("--expect", help="Measure nothing: print the expected share of communication.")
     ] = False,
     measured: Annotated[
-        Path | None, typer.Option(help="With --expect: a report's JSON in place of assumed latencies.")
+        list[Path] | None,
+        typer.Option(help="With --expect: a report's JSON in place of assumed latencies; may be repeated."),
     ] = None,
 ) -> None:
     """Measure collectives, and what they cost each way to spread a linear-attention layer."""
-    if measured is not None and not expect:
+    if measured and not expect:
         raise ValueError("measured is read with --expect only")
     for name, file in (("json", json_file), ("plot", plot)):
         if file is not None and not file.parent.is_dir():
             raise ValueError(f"{name} {str(file)!r}: there is no folder {file.parent}")
     if expect:
-        raise ValueError("later")
+        _print_expectation(model, measured or [])
         return
     if plot is not None:
         plots.check_plot(plot)
@@ -109,6 +110,26 @@ def _wide_console() -> Console:
     """The terminal; a file or a pipe gets lines as long as the tables need."""
     console = Console()
     return console if console.is_terminal else Console(width=_FILE_WIDTH)
+
+
+def _print_expectation(model: str | None, measured: list[Path]) -> None:
+    if model is None:
+        raise ValueError("expect needs --model: a whole model's step is computed from its shape")
+    config = load_model_config(model)
+    console = _wide_console()
+    if measured:
+        latencies = read_latencies(measured)
+        told = f"latencies measured: {', '.join(map(str, measured))}"
+        tables_of = [(told, latencies, latencies.ranks)]
+    else:
+        tables_of = [
+            ("latencies ASSUMED for NCCL in CUDA graphs, none of them measured", ASSUMED_NCCL, RANKS),
+            ("latencies ASSUMED for an all-reduce over symmetric memory", ASSUMED_ONE_SHOT, RANKS),
+        ]
+    for told, latencies, ranks in tables_of:
+        console.print(f"computing: {H200}", markup=False, highlight=False, soft_wrap=True)
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
+        console.print(expectation_table(Path(model).stem, config, latencies, ranks))
 
 
 def _layer_of(model: str | None) -> LayerShape:
