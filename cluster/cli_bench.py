@@ -18,7 +18,7 @@ from hybridserve.replicas.models.specs import LinearAttentionSpec
 
 bench = typer.Typer(help="Measure this machine or this cluster.", no_args_is_help=True)
 
-_FILE_WIDTH = 150
+_FILE_WIDTH = 170
 # Qwen3.5-9B, so that no file is needed
 _DEFAULT_LAYER = LayerShape("qwen3.5-9b", 4096, 16, 32, 128, 128)
 
@@ -109,7 +109,7 @@ def _show(report: dict[str, Any]) -> None:
 def _wide_console() -> Console:
     """The terminal; a file or a pipe gets lines as long as the tables need."""
     console = Console()
-    return console if console.is_terminal else Console(width=_FILE_WIDTH)
+    return console if console.is_terminal else Console(width=max(console.width, _FILE_WIDTH))
 
 
 def _print_expectation(model: str | None, measured: list[Path]) -> None:

@@ -61,7 +61,9 @@ class BenchmarkRank:
 def run_on_cluster(
     settings: BenchmarkSettings, *, strategy: str = "PACK", placement_timeout_s: float = _PLACEMENT_TIMEOUT_S
 ) -> dict[str, Any]:
-    """The report of `settings.tp_size` ranks on the connected cluster, each with a GPU (nccl) or a CPU (gloo).
+    """The report of `settings.tp_size` ranks on the connected cluster, each with a GPU (nccl) or CPU (gloo).
+
+    As `run_local` gives it, and with every rank's node in `environment.nodes`.
 
     strategy: of the placement group; PACK puts ranks on as few nodes as it can, SPREAD on as many.
 
@@ -80,7 +82,10 @@ def run_on_cluster(
                 f"free {_resources(free=True)}"
             )
         actors = [_start(settings, group, bundle, rank) for rank in range(settings.tp_size)]
-        return _reports(actors, settings)[0]
+        reports = _reports(actors, settings)
+        nodes = [report["environment"].pop("node") for report in reports]
+        reports[0]["environment"]["nodes"] = nodes
+        return reports[0]
     finally:
         for actor in actors:
             ray.kill(actor)
@@ -90,11 +95,8 @@ def run_on_cluster(
 def _start(settings: BenchmarkSettings, group: PlacementGroup, bundle: dict[str, float], rank: int) -> Any:
     from hybridserve.parallel.comm_benchmark.environment import FORCED_SWITCHES
 
-    # Ray sets OMP_NUM_THREADS to the bundle's CPUs; the ranks set their own number of threads
-    switches = {
-        **FORCED_SWITCHES,
-        **{k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_"))},
-    }
+    # what the user set here holds on the other nodes, too
+    switches = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_"))}
     return (
         ray.remote(BenchmarkRank)
         .options(

@@ -1,4 +1,4 @@
-"""The expected share of communication of whole models: a model's step, a GPU's speeds, latencies -> a table."""
+"""The expected share of communication of whole models, from a step's cost, a GPU's speeds and latencies."""
 
 from dataclasses import dataclass
 
@@ -29,15 +29,15 @@ class Machine:
     efficiency: float
 
     def seconds(self, cost: StepCost) -> float:
-        """Products are bound by their weights' bytes or by their operations; states, KV and mixers come after."""
+        """Products, bound by their weights' bytes or by operations, and after them the mixers, likewise."""
         products = max(cost.weight_bytes / self.bytes_per_s, cost.product_flops / self.flops)
         mixers = max((cost.state_bytes + cost.kv_bytes) / self.bytes_per_s, cost.mixer_flops / self.flops)
         return (products + mixers) / self.efficiency
 
 
 H200 = Machine("H200", 4.3e12, 790e12, 0.85)
-"""The speeds are measured (a copy; a large bf16 product). The efficiency is assumed: Qwen3.5-9B has 0.79 to 0.90 on
-one card, and other shapes and shards are taken to have the same."""
+"""The speeds are measured (a copy; a large bf16 product). The efficiency is assumed: Qwen3.5-9B has 0.79 to
+0.90 on one card, and other shapes and shards are taken to have the same."""
 
 
 def share_of(

@@ -1,4 +1,4 @@
-"""Where a run took place: devices and how they are linked, versions, and the switches that change the result."""
+"""Where a run took place: devices and their links, versions, and the switches that change the result."""
 
 import importlib.metadata
 import os

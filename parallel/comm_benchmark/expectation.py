@@ -23,8 +23,9 @@ class Latencies(Protocol):
 class AssumedLatencies:
     """alpha + factor(n) * S / busbw: a fixed time a call and the bytes that each rank must send.
 
-    Nothing of it is measured. The defaults are round numbers of ours for GPUs of one NVLink 4 node, whose links carry
-    450 GB/s each way, with calls in CUDA graphs and without multicast; a report of this benchmark replaces them.
+    Nothing of it is measured. The defaults are round numbers of ours for GPUs of one NVLink 4 node, whose
+    links carry 450 GB/s each way, with calls in CUDA graphs and without multicast; a report of this benchmark
+    replaces them.
     """
 
     fixed_s: Mapping[int, float]
@@ -45,8 +46,8 @@ ASSUMED_ONE_SHOT = AssumedLatencies({2: 4e-6, 4: 5e-6, 8: 7e-6}, 350e9)
 
 @dataclass(frozen=True)
 class MeasuredLatencies:
-    """Between measured sizes along a straight line in log-log; below the smallest its time; above the largest
-    at its bandwidth."""
+    """Between measured sizes a straight line in log-log, below them the smallest's time, above them the
+    largest's bandwidth."""
 
     points: Mapping[tuple[str, int], tuple[tuple[int, float], ...]]
     """(collective, ranks) -> ascending (bytes, seconds)."""
@@ -69,8 +70,8 @@ class MeasuredLatencies:
 
 
 def read_latencies(files: Sequence[Path]) -> MeasuredLatencies:
-    """From the `--json` of runs at one or several numbers of ranks: of each message the fastest median, of CUDA
-    graphs where there are any.
+    """From the `--json` of runs at one or several numbers of ranks: of each message the fastest median, of
+    CUDA graphs where there are any.
 
     Raises:
         ValueError: a file is no report, or has no collective in it.

@@ -2,7 +2,7 @@
 
 nccl-tests (doc/PERFORMANCE.md) calls the size S of a message: of an all-reduce the buffer; of an all-gather
 the joined result; of a reduce-scatter the whole input. algbw = S / t, and busbw = algbw * factor(n), where
-factor(n) * S is what each rank must send at least, so that busbw can be held against a link's speed at every n.
+factor(n) * S is what each rank must send at least, so that busbw compares with a link's speed at every n.
 """
 
 import math

@@ -49,7 +49,9 @@ def run_local(settings: BenchmarkSettings) -> dict[str, Any]:
         )
     # held here: a store that rank 0 owned would go away with it
     store, port = open_store(_HOST)
-    context = multiprocessing.get_context("spawn")
+    # importing torch takes two seconds of a core: once for all ranks, not in each
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([run_rank.__module__])
     ranks = []
     try:
         for number in range(settings.tp_size):

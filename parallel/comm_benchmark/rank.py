@@ -31,8 +31,8 @@ def run_rank(
 ) -> dict[str, Any]:
     """Take part in the whole benchmark as `rank`; the store is at `host`:`port`.
 
-    The strategies run on groups of the first 1, 2, 4 … ranks, the collectives on all. `gpu`: index of the device
-    with NCCL, by default the rank's.
+    The strategies run on groups of the first 1, 2, 4 … ranks, the collectives on all. `gpu`: with NCCL the
+    index of the device, by default the rank.
     Returns the report as on this rank; rank 0's is the one to keep.
 
     Raises:

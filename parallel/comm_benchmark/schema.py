@@ -107,7 +107,7 @@ REPORT_SCHEMA: dict[str, Any] = {
             },
             "environment": {
                 "type": "object",
-                "description": "rank 0's machine; gpu only with nccl",
+                "description": "rank 0's machine; gpu only with nccl, nodes (of the ranks) only on Ray",
                 "required": ["cpu", "cores", "load_average", "versions", "switches"],
             },
             "not_measured": {

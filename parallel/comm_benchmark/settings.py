@@ -8,6 +8,7 @@ from hybridserve.parallel.comm_benchmark.formulas import LARGEST_BYTES, sweep_si
 BACKENDS = ("gloo", "nccl")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DECODE_BATCHES = (1, 32, 256)
+QUICK_BATCHES = (1, 8, 32)
 PREFILL_TOKENS = 8192
 # on a CPU 8,192 tokens of a 9B layer are half a minute of products
 CPU_PREFILL_TOKENS = 512
@@ -147,17 +148,19 @@ def make_settings(
                 f"sizes: a message must be at least {4 * tp_size} bytes at tp {tp_size}, got {size}"
             )
     prefill = PREFILL_TOKENS if on_gpu else CPU_PREFILL_TOKENS
+    batches = DECODE_BATCHES
     budget: dict[str, Any] = {}
     if quick:
         layer, prefill = layer.scaled_down(), 128
-        budget = {"min_replays": 5, "max_replays": 20, "row_seconds": 0.03}
+        batches = QUICK_BATCHES
+        budget = {"min_replays": 3, "max_replays": 20, "row_seconds": 0.03}
     return BenchmarkSettings(
         layer=layer,
         dtype=dtype or ("bfloat16" if on_gpu else "float32"),
         backend=backend,
         tp_size=tp_size,
         sizes=sizes,
-        cases=(*(Case("decode", batch) for batch in DECODE_BATCHES), Case("prefill", prefill)),
+        cases=(*(Case("decode", batch) for batch in batches), Case("prefill", prefill)),
         max_bytes=max_bytes,
         quick=quick,
         **budget,
@@ -168,7 +171,7 @@ def model_messages(settings: BenchmarkSettings) -> tuple[tuple[str, str, int], .
     """(collective, label, bytes) of the messages a step of the model sends, up to `max_bytes`.
 
     The hidden vectors of the step's tokens are what an all-reduce after a mixer or an MLP carries, and what a
-    reduce-scatter would carry in its place; an all-gather of projections is what a layer that gathers carries.
+    reduce-scatter would carry in its place; projections are what a layer that gathers them carries.
     """
     messages = []
     for tokens in (*DECODE_BATCHES, PREFILL_TOKENS):

@@ -1,7 +1,7 @@
 """The second part of the benchmark: what communication costs each strategy of a linear-attention layer.
 
-A strategy's step is timed twice in turn, as it is and with its collectives left out, after its output and its state
-have been compared with the whole layer computed on one rank.
+A strategy's step is timed twice in turn, as it is and with its collectives left out, after its output and its
+state have been compared with the whole layer computed on one rank.
 """
 
 import math
@@ -85,8 +85,8 @@ def _measured(
     error = max(_error(output, expected), _error(state, state_of(expected_state, part)))
     if not error <= TOLERANCE[x.dtype]:
         raise ArithmeticError(
-            f"{strategy.name} of {x.shape[0]} tokens on rank {group.rank} of {group.size} differs from the whole "
-            f"layer by {error:.3g}, at most {TOLERANCE[x.dtype]:.3g} is allowed"
+            f"{strategy.name} of {x.shape[0]} tokens on rank {group.rank} of {group.size} differs from the "
+            f"whole layer by {error:.3g}, at most {TOLERANCE[x.dtype]:.3g} is allowed"
         )
     copies = [strategy]
     if x.is_cuda:

@@ -11,10 +11,11 @@ projected width, H: the hidden size):
 | gather_projections | | T x W, T x H |
 | gather_state | | T x W, T x H, S |
 
-The third is what the tensor-parallel plan of transformers does for these layers (`colwise_gather_output` on every
-projection), with one gather of q|k|v|z|b|a together where the plan makes one for each. In the fourth each rank keeps the
-state of its heads only, as memory demands, but computes all heads; what it scatters back is its own copy's
-part, which costs no byte, where a design with one computing rank would send the state a second time.
+The third is what the tensor-parallel plan of transformers does for these layers (`colwise_gather_output` on
+every projection), with one gather of q|k|v|z|b|a together where the plan makes one for each. In the fourth
+each rank keeps the state of its heads only, as memory demands, but computes all heads; what it scatters back
+is its own copy's part, which costs no byte, where a design with one computing rank would send the state a
+second time.
 """
 
 from abc import ABC, abstractmethod
@@ -133,7 +134,7 @@ class GatherProjections(Strategy):
     def __init__(self, shape: LayerShape, weights: LayerWeights, case: Case, rank: int, size: int) -> None:
         device, dtype = weights.in_proj.device, weights.in_proj.dtype
         rows, columns = shape.projected_width // size, shape.hidden_size // size
-        # a rank's rows are neighbours, so that what is gathered has q | k | v | z | b | a in the layer's order
+        # a rank's rows are neighbours, so that q | k | v | z | b | a is the order of what is gathered
         self.in_proj = weights.in_proj[rank * rows : (rank + 1) * rows].contiguous()
         self.out_proj = weights.out_proj[rank * columns : (rank + 1) * columns].contiguous()
         self.mixer = Mixer(shape, whole(shape), weights, case)

@@ -17,7 +17,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def sweep(
     settings: BenchmarkSettings, group: TensorParallelGroup, device: torch.device
 ) -> list[dict[str, Any]]:
-    """A row for each collective, size, implementation and mode; none for a single rank, which sends nothing."""
+    """A row for each collective, size, implementation and mode; none for a single rank: it sends nothing."""
     if group.size == 1:
         return []
     rows = []

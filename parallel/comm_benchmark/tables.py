@@ -20,10 +20,12 @@ def heading(report: Report) -> list[str]:
         + ", ".join(f"{name} {version}" for name, version in where["versions"].items()),
         "switches: " + ", ".join(f"{name}={value}" for name, value in where["switches"].items()),
     ]
+    if "nodes" in where:
+        lines.append(f"nodes of the ranks: {', '.join(where['nodes'])}")
     if "gpu" in where:
         lines += [where["gpu"]["name"], where["gpu"]["topology"], where["gpu"]["nvlink"]]
     if settings["quick"]:
-        lines.append("quick: the layer is scaled down and replays are few; times say little, bytes are exact")
+        lines.append("quick: layer and batches are small, replays few; times say little, bytes are exact")
     return lines
 
 
@@ -31,9 +33,9 @@ def collectives_table(report: Report) -> Table:
     """A row for each size, of the slowest rank of each replay."""
     table = Table(title=f"collectives, {report['settings']['tp_size']} ranks", title_justify="left")
     for name in ("collective", "by", "mode", "message"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for name in ("bytes", "replays", "p50 us", "p90 us", "p99 us", "algbw GB/s", "busbw GB/s"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for row in report["collectives"]:
         times = row["times"]
         table.add_row(
@@ -53,7 +55,7 @@ def strategies_table(report: Report) -> Table:
     """What communication costs each strategy of a linear-attention layer."""
     table = Table(title="one linear-attention layer, one step", title_justify="left")
     for name in ("case", "strategy", "ranks", "mode"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for name in (
         "us",
         "compute us",
@@ -64,7 +66,7 @@ def strategies_table(report: Report) -> Table:
         "wire B/token",
         "state B/step",
     ):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for row in report["strategies"]:
         first = (row["case"], row["strategy"], str(row["ranks"]))
         if "unavailable" in row:
@@ -86,10 +88,10 @@ def strategies_table(report: Report) -> Table:
 
 
 NOTES = (
-    "Times are medians of the slowest rank. Wire bytes are what each rank must send at least, counted at the process "
-    "group; they do not depend on the machine.",
-    "overlap: the larger of computing and communicating. A layer's last message waits for all of its computing, so "
-    "only other work (a second half of the batch, the next weights' reading) could hide it.",
+    "Times are medians of the slowest rank. Wire bytes are what each rank must send at least, counted at the "
+    "process group; they do not depend on the machine.",
+    "overlap: the larger of computing and communicating. A layer's last message waits for all of its "
+    "computing, so only other work (a second half of the batch, the next weights' reading) could hide it.",
 )
 
 

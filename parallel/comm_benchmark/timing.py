@@ -33,7 +33,7 @@ class Times:
 
 
 class Meeting:
-    """Where the ranks wait for each other: a sum of one number, on the device's stream where that is a GPU."""
+    """Where the ranks wait for each other: a sum of one number, on a GPU in its stream."""
 
     def __init__(self, group: TensorParallelGroup, device: torch.device) -> None:
         self.group = group
@@ -56,7 +56,7 @@ def measure(
 
     The number of replays is what fits into `row_seconds` for all steps together, within the two limits.
     """
-    warm_up = _replay(steps, meeting, 3)
+    warm_up = _replay(steps, meeting, min(3, min_replays))
     once = sum(min(meeting.slowest(own)) for own in warm_up)
     count = max(min_replays, min(max_replays, int(row_seconds / max(once, 1e-9))))
     return tuple(_summary(meeting.slowest(own)) for own in _replay(steps, meeting, count))
