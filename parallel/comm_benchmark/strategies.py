@@ -33,7 +33,7 @@ from hybridserve.parallel.comm_benchmark.mixer import (
 )
 from hybridserve.parallel.comm_benchmark.settings import Case, LayerShape
 from hybridserve.parallel.comm_benchmark.wire import Wire
-from hybridserve.parallel.heads import shard_heads, working_sizes
+from hybridserve.parallel.heads import shard_heads
 
 # the least head_v_dim the GPU's kernels take
 _MIN_HEAD_V_DIM = 16
@@ -211,5 +211,5 @@ def _side_by_side(parts: torch.Tensor) -> torch.Tensor:
 def _does_not_divide(what: str, total: int, size: int) -> str | None:
     if total % size == 0:
         return None
-    sizes = ", ".join(map(str, working_sizes(total)[:8]))
-    return f"{size} ranks do not divide {what} {total}; these do: {sizes}"
+    divisors = [ranks for ranks in range(1, total + 1) if total % ranks == 0]
+    return f"{size} ranks do not divide {what} {total}; these do: {', '.join(map(str, divisors[:8]))}"

@@ -6,7 +6,7 @@ machine's speeds, which are somebody else's.
 
 from dataclasses import dataclass
 
-from hybridserve.replicas.models.footprint import measure_footprint, mixer_parameters, shard_config
+from hybridserve.replicas.models.footprint import Footprint, measure_footprint, mixer_parameters
 from hybridserve.replicas.models.specs import (
     DTYPE_BYTES,
     FullAttentionSpec,
@@ -16,9 +16,8 @@ from hybridserve.replicas.models.specs import (
 
 LINEAR_STRATEGIES = ("value_heads", "gather_projections", "gather_state")
 """How linear layers are spread; all else is cut as the model cuts it."""
-# the most a draw needs of a shard: (logit, token) pairs of its likeliest tokens
-_CANDIDATES = 64
-_CANDIDATE_BYTES = 8
+# what a shard tells of a greedy row: its best logit, that token's id, and whether all were finite
+_DRAW_BYTES = 12
 _TRIANGLE = 64  # tokens of a chunk of the chunkwise form
 
 
@@ -68,15 +67,15 @@ def step_cost(
     if strategy not in LINEAR_STRATEGIES:
         raise ValueError(f"strategy must be one of {', '.join(LINEAR_STRATEGIES)}, got {strategy!r}")
     itemsize = DTYPE_BYTES[config.dtype]
-    shard = shard_config(config, tp_size)
     footprint = measure_footprint(config, config.dtype, tp_size=tp_size)
     rows = sequences * tokens
-    touched, multiplied = _layer_parameters(shard, rows)
-    head = shard.vocab_size * config.hidden_size
+    touched, multiplied = _layer_parameters(config, footprint, rows, tp_size)
+    head = -(-config.vocab_size // tp_size) * config.hidden_size
     gathers_heads = tp_size if strategy != "value_heads" else 1
+    mixers = [layer.mixer for layer in footprint.layers]
     mixer_flops = sum(
         _mixer_flops(mixer, sequences, tokens, context) * (gathers_heads if _is_linear(mixer) else 1)
-        for mixer in shard.mixers
+        for mixer in mixers
     )
     return StepCost(
         weight_bytes=(touched + head) * itemsize,
@@ -92,18 +91,20 @@ def _is_linear(mixer: object) -> bool:
     return isinstance(mixer, LinearAttentionSpec)
 
 
-def _layer_parameters(shard: ModelConfig, rows: int) -> tuple[float, float]:
-    """(parameters read by a step of `rows` tokens, parameters that each token is multiplied with)."""
+def _layer_parameters(
+    config: ModelConfig, footprint: Footprint, rows: int, tp_size: int
+) -> tuple[float, float]:
+    """A shard's (parameters read by a step of `rows` tokens, parameters each token is multiplied with)."""
     touched = multiplied = 0.0
-    for index, mixer in enumerate(shard.mixers):
-        mixing = mixer_parameters(mixer, shard.hidden_size)
-        moe = shard.moe_of(index)
+    for index, layer in enumerate(footprint.layers):
+        mixing = mixer_parameters(layer.mixer, config.hidden_size)
+        moe = config.moe_of(index)
         if moe is None:
-            dense = 3 * shard.hidden_size * shard.intermediate_size
+            dense = 3 * config.hidden_size * config.intermediate_size / tp_size
             touched, multiplied = touched + mixing + dense, multiplied + mixing + dense
             continue
-        expert = 3 * shard.hidden_size * moe.total_intermediate_size
-        router = (moe.num_experts + 1) * shard.hidden_size
+        expert = 3 * config.hidden_size * moe.total_intermediate_size / tp_size
+        router = (moe.num_experts + 1) * config.hidden_size
         # choices taken as uniform and independent
         chosen = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** rows)
         touched += mixing + router + (chosen + 1) * expert
@@ -136,7 +137,7 @@ def _messages(
     reduced = 2 * config.num_layers + 1 - (len(linear) if strategy != "value_heads" else 0)
     messages = [
         Message("hidden", "all_reduce", reduced, hidden),
-        Message("sampling", "all_gather", 1, sequences * tp_size * _CANDIDATES * _CANDIDATE_BYTES),
+        Message("sampling", "all_gather", 1, sequences * tp_size * _DRAW_BYTES),
     ]
     if strategy != "value_heads" and linear:
         spec = linear[0]

@@ -56,7 +56,7 @@ def test_messages_of_a_step(model) -> None:
     cost = step_cost(config, sequences=32, tokens=1, context=0, tp_size=4)
     assert cost.messages == (
         Message("hidden", "all_reduce", 65, 32 * 4096 * 2),
-        Message("sampling", "all_gather", 1, 32 * 4 * 64 * 8),
+        Message("sampling", "all_gather", 1, 32 * 4 * 12),
     )
     gathered = step_cost(config, sequences=32, tokens=1, context=0, tp_size=4, strategy="gather_state")
     assert gathered.messages[0].count == 65 - 24
