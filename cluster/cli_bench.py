@@ -66,6 +66,10 @@ def comm(
         return
     if plot is not None:
         plots.check_plot(plot)
+    if ray_address is not None and (tp is None or backend == "auto"):
+        raise ValueError(
+            "ray_address needs --tp and --backend: this machine does not show the cluster's GPUs"
+        )
     # imports torch
     from hybridserve.parallel.comm_benchmark.launch import choose_backend, default_tp_size, run_local
 

@@ -40,10 +40,11 @@ def check_plot(path: Path) -> None:
 def curves(report: Mapping[str, Any]) -> dict[str, list[Curve]]:
     """Case -> its strategies' curves, from CUDA graphs where there are such rows."""
     rows = [row for row in report["strategies"] if "unavailable" not in row]
-    mode = "graph" if any(row["mode"] == "graph" for row in rows) else "eager"
     found: dict[str, list[Curve]] = {}
     for case in dict.fromkeys(row["case"] for row in rows):
-        of_case = [row for row in rows if row["case"] == case and row["mode"] == mode]
+        of_case = [row for row in rows if row["case"] == case]
+        mode = "graph" if any(row["mode"] == "graph" for row in of_case) else "eager"
+        of_case = [row for row in of_case if row["mode"] == mode]
         for strategy in dict.fromkeys(row["strategy"] for row in of_case):
             found.setdefault(case, []).append(
                 _curve(strategy, [row for row in of_case if row["strategy"] == strategy])

@@ -149,7 +149,8 @@ def make_settings(
             )
     prefill = PREFILL_TOKENS if on_gpu else CPU_PREFILL_TOKENS
     batches = DECODE_BATCHES
-    budget: dict[str, Any] = {}
+    # time for 1,000 replays of a GPU's prefill; on a CPU the larger rows end with fewer
+    budget: dict[str, Any] = {"row_seconds": 15.0} if on_gpu else {}
     if quick:
         layer, prefill = layer.scaled_down(), 128
         batches = QUICK_BATCHES

@@ -56,7 +56,7 @@ def _of_case(
         def build(make: type = make) -> Strategy:
             return make(shape, weights, case, group.rank, group.size)
 
-        rows += [{**about, **row} for row in _measured(settings, group, build, x, expected, state)]
+        rows += [{**about, **row} for row in _measured(settings, group, build, case, x, expected, state)]
     return rows
 
 
@@ -73,6 +73,7 @@ def _measured(
     settings: BenchmarkSettings,
     group: TensorParallelGroup,
     build: Callable[[], Strategy],
+    case: Case,
     x: torch.Tensor,
     expected: torch.Tensor,
     expected_state: torch.Tensor,
@@ -94,7 +95,7 @@ def _measured(
         for copy in copies[1:]:
             copy.step(x, wire)
     rows = []
-    for mode, with_it, without in _modes(copies, x, wire):
+    for mode, with_it, without in _modes(copies, case, x, wire):
         times = measure(
             [with_it, without],
             Meeting(group, x.device),
@@ -125,7 +126,7 @@ def _further_copies(strategy: Strategy) -> int:
     return min(_MOST_COPIES, max(1, math.ceil(_COLD_BYTES / held))) - 1
 
 
-def _modes(copies: list[Strategy], x: torch.Tensor, wire: Wire) -> list[tuple[str, Step, Step]]:
+def _modes(copies: list[Strategy], case: Case, x: torch.Tensor, wire: Wire) -> list[tuple[str, Step, Step]]:
     """(mode, the copies' steps with their collectives, and without)."""
 
     def through(used: Wire) -> Step:
@@ -137,7 +138,8 @@ def _modes(copies: list[Strategy], x: torch.Tensor, wire: Wire) -> list[tuple[st
 
     with_it, without = through(wire), through(NoWire())
     modes = [("eager", with_it, without)]
-    if x.is_cuda:
+    # a prefill's lengths come from the host, so no graph can hold it: the engine launches it likewise
+    if x.is_cuda and case.phase == "decode":
         modes.append(("graph", capture(with_it), capture(without)))
     return modes
 

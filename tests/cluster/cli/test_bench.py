@@ -45,6 +45,7 @@ def test_assumed_latencies_are_called_so(hybridserve: Callable, repo_root: Path)
         (["--plot", "x.doc"], "plot must end in .png, .svg, .pdf, got 'x.doc'"),
         (["--expect"], "expect needs --model"),
         (["--measured", "x.json"], "measured is read with --expect only"),
+        (["--ray-address", "auto", "--tp", 2], "ray_address needs --tp and --backend"),
         (["--tp", 0, "--backend", "gloo"], "tp must be at least 1, got 0"),
         (["--backend", "gloo", "--dtype", "int8"], "dtype must be one of float32, bfloat16, float16"),
     ],

@@ -35,8 +35,10 @@ def test_curves_are_sorted_by_ranks_and_leave_out_what_did_not_run() -> None:
 
 
 def test_graphs_are_drawn_where_there_are_any() -> None:
-    both = report(row("value_heads", 1, "eager", 8.0, 0.0), row("value_heads", 1, "graph", 3.0, 0.0))
+    prefill = {**row("value_heads", 1, "eager", 9.0, 0.0), "case": "prefill 128"}
+    both = report(row("value_heads", 1, "eager", 8.0, 0.0), row("value_heads", 1, "graph", 3.0, 0.0), prefill)
     assert curves(both)["decode 1"][0].microseconds == (3.0,)
+    assert curves(both)["prefill 128"][0].microseconds == (9.0,)
 
 
 def test_the_picture(tmp_path: Path) -> None:
