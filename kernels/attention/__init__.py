@@ -1,5 +1,11 @@
 """Softmax attention over a paged KV cache."""
 
-from hybridserve.kernels.attention.choice import CONTEXT_PIECE, attention_decode, attention_prefill, write_kv
+from hybridserve.kernels.attention.choice import (
+    CONTEXT_PIECES,
+    FUSED_LENGTHS,
+    attention_decode,
+    attention_prefill,
+    write_kv,
+)
 
-__all__ = ["CONTEXT_PIECE", "attention_decode", "attention_prefill", "write_kv"]
+__all__ = ["CONTEXT_PIECES", "FUSED_LENGTHS", "attention_decode", "attention_prefill", "write_kv"]

@@ -9,20 +9,29 @@ import torch
 
 from hybridserve.kernels.attention import cpu
 
-CONTEXT_PIECE = 8192
-"""Earlier tokens that cuDNN attends at once, gathered from pages: bounds the dense copies of K and V."""
+CONTEXT_PIECES = (16384, 8192)
+"""Earlier tokens that cuDNN attends at once, gathered from pages, the longest that fits first: bounds the
+dense copies of K and V, and the number of plans."""
 FUSED_HEAD_DIMS = (128, 256)
 """Where cuDNN was measured, and beat Triton by a third."""
 FUSED_MIN_PAIRS = 2**23
 """Pairs of a query and a key below which cuDNN gains too little to build a plan for."""
-FUSED_MULTIPLE = 1024
-"""cuDNN's plan for a new length costs 46 ms: it pays for lengths that come again, as full chunks do."""
+FUSED_LENGTHS = (4096, 8192)
+"""New tokens that cuDNN is given: a plan for another length costs 46 ms, so shorter chunks are filled up."""
+FUSED_FILL = 7 / 8
+"""How much of such a length real tokens have to be: a chunk that leaves room for decode rows is above it."""
 
 
 @lru_cache(maxsize=8)
 def _has_fused(device: torch.device) -> bool:
     """On Hopper, where it was measured, and where cuDNN has heads of 256."""
     return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def fused_length(query_len: int) -> int | None:
+    """The length of `FUSED_LENGTHS` that this many new tokens are filled up to; None: too few for it."""
+    length = next((n for n in FUSED_LENGTHS if n >= query_len), None)
+    return length if length is not None and query_len >= FUSED_FILL * length else None
 
 
 def takes_fused(
@@ -33,10 +42,10 @@ def takes_fused(
         window is None
         and dtype in (torch.bfloat16, torch.float16)
         and head_dim in FUSED_HEAD_DIMS
-        and query_len % FUSED_MULTIPLE == 0
+        and fused_length(query_len) is not None
         and query_len * (context_len + query_len // 2) >= FUSED_MIN_PAIRS
-        # a context shorter than one piece goes through Triton, and takes the new tokens with it
-        and (context_len == 0 or context_len >= CONTEXT_PIECE)
+        # a context shorter than any piece goes through Triton, and takes the new tokens with it
+        and (context_len == 0 or context_len >= CONTEXT_PIECES[-1])
     )
 
 

@@ -1,14 +1,15 @@
 """Prefill by cuDNN's attention, the fastest of PyTorch's fused operators; context is gathered from pages.
 
 cuDNN builds a plan for every new shape (46 ms on one H200), so few shapes are made: the new tokens of one
-sequence, causal, and full blocks of CONTEXT_PIECE earlier tokens, not causal, merged by their log-sums. What
-is left of the context goes with the new tokens through Triton. Knows nothing of how pages are handed out.
+sequence, filled up to one of FUSED_LENGTHS, causal, and blocks of CONTEXT_PIECES earlier tokens, not causal,
+merged by their log-sums. What is left of the context goes with the new tokens through Triton. Knows nothing
+of how pages are handed out.
 """
 
 import torch
 
 from hybridserve.kernels.attention import triton_prefill
-from hybridserve.kernels.attention.choice import CONTEXT_PIECE
+from hybridserve.kernels.attention.choice import CONTEXT_PIECES, fused_length
 from hybridserve.kernels.attention.triton_merge import merge_
 
 
@@ -30,26 +31,49 @@ def attention_prefill(
     context_len: earlier tokens, in the pages.
     Half-precision dtypes only. Returns [L, H, D] in the dtype of q.
     """
-    page_size = keys.shape[1]
-    pieces, rest = divmod(context_len, CONTEXT_PIECE)
+    count, page_size = q.shape[0], keys.shape[1]
+    length = fused_length(count) or count
+    pieces, rest = _pieces(context_len)
+    filled = _filled(q, length)
     if not rest:
-        out, lse = _cudnn(q, k, v, scale, causal=True)
+        # keys behind the last real token are seen by rows of filling alone
+        out, lse = _cudnn(filled, _filled(k, length), _filled(v, length), scale, causal=True)
+        out, lse = out[:count], lse[:count]
     else:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         out = triton_prefill.attention_prefill(
             q, k, v, keys, values,
-            block_table[None, pieces * CONTEXT_PIECE // page_size :],
+            block_table[None, sum(pieces) // page_size :],
             (q.shape[0],), (rest,), scale=scale, lse=lse,
         )  # fmt: skip
     if not pieces:
         return out.contiguous()
     merged, lse = out.float().contiguous(), lse.contiguous()
-    per_piece = CONTEXT_PIECE // page_size
-    for piece in range(pieces):
-        pages = block_table[piece * per_piece : (piece + 1) * per_piece]
-        part, part_lse = _cudnn(q, _gather(keys, pages), _gather(values, pages), scale, causal=False)
-        merge_(merged, lse, part, part_lse)
+    first = 0
+    for piece in pieces:
+        pages = block_table[first : first + piece // page_size]
+        first += piece // page_size
+        part, part_lse = _cudnn(filled, _gather(keys, pages), _gather(values, pages), scale, causal=False)
+        merge_(merged, lse, part[:count], part_lse[:count])
     return merged.to(q.dtype)
+
+
+def _pieces(context_len: int) -> tuple[list[int], int]:
+    """The pieces of a context, from its start, and how many tokens are in none."""
+    pieces = []
+    for size in CONTEXT_PIECES:
+        count, context_len = divmod(context_len, size)
+        pieces += [size] * count
+    return pieces, context_len
+
+
+def _filled(x: torch.Tensor, length: int) -> torch.Tensor:
+    """x [L, ...] with zeros behind, [length, ...]."""
+    if x.shape[0] == length:
+        return x
+    out = x.new_zeros(length, *x.shape[1:])
+    out[: x.shape[0]] = x
+    return out
 
 
 def _gather(pages: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,10 @@ FINE = (16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1
 """Numbers of tokens to capture: beyond 2,048 the GPU takes longer than its host does without graphs."""
 
 
+PADDING_POSITION = -1
+"""Of a row that is no token: experts then know it."""
+
+
 class PieceModel(Protocol):
     """A model that can be run from mixer to mixer."""
 
@@ -28,7 +32,12 @@ class PieceModel(Protocol):
     def begin(self, token_ids: torch.Tensor, out: torch.Tensor | None = None) -> Between: ...
 
     def proceed(
-        self, layer: int, mixed: torch.Tensor, h: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        layer: int,
+        mixed: torch.Tensor,
+        h: torch.Tensor,
+        out: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
     ) -> Between: ...
 
     @property
@@ -55,6 +64,7 @@ class PieceGraphs:
         self._buckets = tuple(size for size in FINE if size < max_tokens) + (min(max_tokens, FINE[-1]),)
         rows = self._buckets[-1]
         self._token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._positions = torch.full((rows,), PADDING_POSITION, dtype=torch.int64, device=device)
         self._projected = torch.zeros(
             rows * max(mixer.projected_width for mixer in self._mixers), dtype=dtype, device=device
         )
@@ -90,6 +100,8 @@ class PieceGraphs:
         step = self._model.context(batch)
         self._token_ids[:count].copy_(batch.token_ids)
         self._token_ids[count:bucket].zero_()
+        self._positions[:count].copy_(batch.positions)
+        self._positions[count:bucket].fill_(PADDING_POSITION)
         pieces = self._pieces[bucket]
         pieces[0].replay()
         for mixer, cache, piece in zip(self._mixers, caches, pieces[1:], strict=True):
@@ -121,7 +133,8 @@ class PieceGraphs:
             before = results[layer]
             assert before is not None
             mixed = self._view(self._mixed, bucket, self._mixers[layer].mixed_width)
-            results[layer + 1] = self._model.proceed(layer, mixed, before.h, self._target(bucket, layer + 1))
+            target, positions = self._target(bucket, layer + 1), self._positions[:bucket]
+            results[layer + 1] = self._model.proceed(layer, mixed, before.h, target, positions)
 
         return [begin, *(partial(proceed, layer) for layer in range(len(self._mixers)))]
 

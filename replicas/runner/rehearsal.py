@@ -8,25 +8,40 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hybridserve.kernels.attention import CONTEXT_PIECE
+from hybridserve.kernels.attention import CONTEXT_PIECES, FUSED_LENGTHS
 from hybridserve.kernels.compilation import Launch, recorded_launches
 from hybridserve.replicas.arena.arena import Arena, Copies
 from hybridserve.replicas.arena.layout import ArenaLayout
 from hybridserve.replicas.engine.plan import SampleSpec, ScheduledSequence, StepPlan
-from hybridserve.replicas.models.specs import ModelConfig
+from hybridserve.replicas.models.specs import LinearAttentionSpec, ModelConfig
 from hybridserve.replicas.runner.runner import GraphLimits, Model, ModelRunner
 from hybridserve.replicas.runner.storage import ArenaStorage
 from hybridserve.replicas.sampling_params import SamplingParams
 
 SHORT = 64
 """Tokens of a chunk that is only there to be there."""
-CHUNKS_AT_ONCE = 5
+FEW = 5
+"""Numbers of sequences in a step that are all tried, from one on."""
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.7, top_p=0.9, logprobs=1),
     SamplingParams(temperature=0.0, logprobs=0, presence_penalty=0.1, logit_bias={0: 1.0}),
 )
 """Between them, every kernel of the sampler."""
+
+
+def sequence_counts(config: ModelConfig, device: torch.device, max_num_seqs: int) -> tuple[int, ...]:
+    """How many sequences to try in a step, ascending.
+
+    Linear attention's prefill has a form for each octave of its programs, heads times sequences, up to one a
+    multiprocessor, and one beyond that.
+    """
+    heads = [mixer.total_num_v_heads for mixer in config.mixers if isinstance(mixer, LinearAttentionSpec)]
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    beyond = processors // min(heads) + 1 if heads else 1
+    octaves = (1 << n for n in range(beyond.bit_length()))
+    counts = {*range(1, FEW + 1), *octaves, beyond}
+    return tuple(sorted(count for count in counts if count <= max_num_seqs))
 
 
 @dataclass
@@ -51,16 +66,19 @@ class Rehearsal:
         max_model_len: int,
     ) -> None:
         self._chunk = min(max_num_batched_tokens, max_model_len - 1)
-        self._contexts = (0, *(c for c in (SHORT, CONTEXT_PIECE) if c + self._chunk < max_model_len))
+        pieces = sum(CONTEXT_PIECES)
+        contexts = (SHORT, pieces, pieces + SHORT)
+        self._contexts = (0, *(c for c in contexts if c + self._chunk < max_model_len))
         self._limits = GraphLimits(config.vocab_size, max_model_len, max_num_batched_tokens, dtype)
         # experts take tiles by their average number of rows, and no size of tile for less than an octave
         octaves = (SHORT << n for n in range(1, self._chunk.bit_length())) if config.moe is not None else ()
         self._between = tuple(size for size in octaves if size < self._chunk)
+        self._counts = sequence_counts(config, device, max_num_seqs)
         longest = layout.pages_for(self._chunk + self._contexts[-1])
-        pages = longest + CHUNKS_AT_ONCE * layout.pages_for(2 * SHORT)
-        self._arena = Arena(layout, layout.extents_for(CHUNKS_AT_ONCE + 1, pages))
+        pages = longest + self._counts[-1] * layout.pages_for(SHORT)
+        self._arena = Arena(layout, layout.extents_for(self._counts[-1] + 1, pages))
         storage = ArenaStorage(layout, self._arena.num_extents, config.mixers, dtype, device)
-        self._runner = ModelRunner(model, storage, device, max_num_seqs=max(max_num_seqs, CHUNKS_AT_ONCE))
+        self._runner = ModelRunner(model, storage, device, max_num_seqs=max(max_num_seqs, 2))
         self._storage = storage
 
     @torch.inference_mode()
@@ -74,16 +92,18 @@ class Rehearsal:
         return found
 
     def run(self) -> None:
-        """The largest prefills, done."""
-        for context_len in self._contexts:
-            self._runner.submit(self._plan([(self._chunk, context_len)])).result()
+        """The largest prefills, done; among them each that builds a plan outside of Triton."""
+        sizes = {self._chunk, *(length for length in FUSED_LENGTHS if length < self._chunk)}
+        for size in sorted(sizes):
+            for context_len in self._contexts:
+                self._runner.submit(self._plan([(size, context_len)])).result()
 
     def _plans(self) -> list[StepPlan]:
         lone = [(self._chunk, context_len) for context_len in self._contexts]
         lone += [(size, 0) for size in self._between]
-        short = [(SHORT, 0)] * CHUNKS_AT_ONCE
+        short = [(SHORT, 0)] * self._counts[-1]
         mixed = [(1, SHORT), (SHORT, 0)]
-        groups = [*([chunk] for chunk in lone), *(short[:n] for n in range(1, CHUNKS_AT_ONCE + 1)), mixed]
+        groups = [*([chunk] for chunk in lone), *(short[:count] for count in self._counts), mixed]
         plans = [self._plan(group) for group in groups]
         plans += [self._plan(short[:1], sampling) for sampling in SAMPLINGS]
         moves = self._moves()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hybridserve.kernels.attention import choice, triton_decode
+from hybridserve.kernels.attention import choice, fused, triton_decode
 from hybridserve.kernels.attention.reference import attention_reference
 from hybridserve.kernels.attention.triton_decode import attention_decode
 from hybridserve.kernels.attention.triton_merge import merge_
@@ -325,11 +325,40 @@ def test_write_kv_stores_its_slots_and_skips_negative_ones(device: torch.device)
     assert torch.equal(before.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("context", [0, 20, 32, 48, 80, 93])
+def test_the_fused_forms_pieces_and_filling(context: int, device: torch.device, monkeypatch):
+    """With a plain stand-in for cuDNN's operator: how its results are put together."""
+    asked = []
+
+    def stand_in(q, k, v, scale, *, causal):
+        asked.append((len(q), len(k)))
+        group = q.shape[1] // k.shape[1]
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k.float().repeat_interleave(group, 1)) * scale
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.float().repeat_interleave(group, 1))
+        return out.to(q.dtype), scores.logsumexp(-1).T
+
+    monkeypatch.setattr(fused, "_cudnn", stand_in)
+    monkeypatch.setattr(fused, "CONTEXT_PIECES", (32, 16))
+    monkeypatch.setattr(choice, "FUSED_LENGTHS", (64,))
+    new, scale = 60, 0.125
+    paged = make_pages((new + context,), 1, 64, DTYPE, device)
+    q = torch.randn(new, 2, 64, device=device, dtype=DTYPE)
+    own = (paged.k[0][context:], paged.v[0][context:], paged.keys, paged.values, paged.block_tables[0])
+    with poisoned_memory():
+        out = fused.attention_prefill(q, *own, context, scale=scale)
+    exact, plain = truth_and_plain([q], paged, scale, None)
+    assert_as_good_as_plain(out, plain, exact, factor=3)
+    assert all(rows == 64 for rows, _ in asked)
+    assert sum(keys for _, keys in asked if keys != 64) == context // 16 * 16
+
+
 @needs_gpu
 @pytest.mark.parametrize(("heads", "dim"), [((16, 4), 256), ((8, 2), 128)])
-@pytest.mark.parametrize("context", [0, 5000, 32768, 20000])
-def test_the_fastest_prefill_is_as_right(heads, dim: int, context: int, device: torch.device):
-    query_lens, context_lens = (30, 4096, 0, 17), (50, context, 0, 0)
+@pytest.mark.parametrize(("new", "context"), [(4096, 0), (4000, 5000), (4096, 32768), (3900, 24700)])
+def test_the_fastest_prefill_is_as_right(heads, dim: int, new: int, context: int, device: torch.device):
+    query_lens, context_lens = (30, new, 0, 17), (50, context, 0, 0)
     lens = [n + c for n, c in zip(query_lens, context_lens, strict=True)]
     paged = make_pages(lens, heads[1], dim, DTYPE, device)
     q = torch.randn(sum(query_lens), heads[0], dim, device=device, dtype=DTYPE)
