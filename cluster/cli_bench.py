@@ -84,9 +84,9 @@ def comm(
         quick=quick,
     )
     report = run_local(settings) if ray_address is None else _run_on_ray(settings, ray_address)
-    _show(report)
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=1) + "\n")
+    _show(report)
     if plot is not None:
         plots.draw(report, plot)
 

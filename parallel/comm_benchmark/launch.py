@@ -1,6 +1,8 @@
 """Starts the ranks as processes of this machine, and ends them when one of them fails."""
 
 import multiprocessing
+import os
+import threading
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -13,6 +15,7 @@ from hybridserve.parallel.comm_benchmark.settings import BenchmarkSettings
 
 _HOST = "127.0.0.1"
 _END_S = 20.0
+_DEATH_SHOWS_S = 0.5
 
 
 @dataclass
@@ -75,12 +78,21 @@ def run_local(settings: BenchmarkSettings) -> dict[str, Any]:
 
 
 def _run(rank: int, settings: BenchmarkSettings, port: int, pipe: Connection) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         pipe.send(("report", run_rank(rank, settings, _HOST, port)))
     except ValueError as error:
         pipe.send(("refused", str(error)))
     except Exception:
         pipe.send(("failed", traceback.format_exc()))
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed has no time to end its ranks."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _collect(ranks: list[_Rank]) -> None:
@@ -92,12 +104,17 @@ def _collect(ranks: list[_Rank]) -> None:
             try:
                 kind, content = pipe.recv()
             except EOFError:
-                rank.process.join()
-                raise ChildProcessError(
-                    f"rank {rank.number} died with exit status {rank.process.exitcode}"
-                ) from None
+                raise _died(rank) from None
             if kind == "refused":
                 raise ValueError(content)
             if kind == "failed":
+                # a rank that died fails the others, and their news may come first
+                for other in wait([r.process.sentinel for r in waiting.values()], _DEATH_SHOWS_S):
+                    raise _died(next(r for r in waiting.values() if r.process.sentinel == other))
                 raise ChildProcessError(f"rank {rank.number} failed:\n{content}")
             rank.report = content
+
+
+def _died(rank: _Rank) -> ChildProcessError:
+    rank.process.join()
+    return ChildProcessError(f"rank {rank.number} died with exit status {rank.process.exitcode}")

@@ -1,8 +1,11 @@
 """The whole benchmark on gloo processes."""
 
 import multiprocessing
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -94,6 +97,44 @@ def test_a_rank_that_dies_is_named_and_the_others_are_ended(tiny_settings) -> No
     runner.join(60)
     assert not runner.is_alive() and multiprocessing.active_children() == []
     assert "died with exit status -9" in str(ended[0])
+
+
+RUN_AND_SHOW_RANKS = """
+import multiprocessing, sys, threading, time
+from hybridserve.parallel.comm_benchmark.launch import run_local
+from hybridserve.parallel.comm_benchmark.settings import *
+
+if __name__ == "__main__":
+    layer = LayerShape("tiny", 32, 2, 4, 8, 16)
+    endless = BenchmarkSettings(
+        layer, "float32", "gloo", 2, (1024,), (Case("decode", 1),), min_replays=10**7, max_replays=10**7
+    )
+    threading.Thread(target=run_local, args=(endless,), daemon=True).start()
+    while len(multiprocessing.active_children()) < 2:
+        time.sleep(0.05)
+    time.sleep(1.0)
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_ranks_end_with_whoever_started_them(tmp_path: Path) -> None:
+    """Even one that was killed."""
+    script = tmp_path / "run.py"
+    script.write_text(RUN_AND_SHOW_RANKS)
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    try:
+        ranks = [Path("/proc") / pid for pid in parent.stdout.readline().split()]
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    assert len(ranks) == 2
+    deadline = time.monotonic() + 30
+    while any(rank.exists() for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [rank for rank in ranks if rank.exists()] == []
 
 
 def test_nccl_needs_a_gpu_for_every_rank(tiny_settings) -> None:
