@@ -22,7 +22,8 @@ from hybridserve.parallel.group import TensorParallelGroup
 
 # |y - whole| / |whole|: sums in another order, and one more rounding to the dtype on the way
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-# copies of the layer in turn read their weights from memory, as a model's layers do, not from a GPU's cache
+# copies of the layer in turn read their weights from memory, as a model's layers do, not from a GPU's cache;
+# in a prefill that makes no difference
 _COLD_BYTES = 128 * 2**20
 _MOST_COPIES = 8
 
@@ -90,7 +91,7 @@ def _measured(
             f"whole layer by {error:.3g}, at most {TOLERANCE[x.dtype]:.3g} is allowed"
         )
     copies = [strategy]
-    if x.is_cuda:
+    if x.is_cuda and case.phase == "decode":
         copies += [build() for _ in range(_further_copies(strategy))]
         for copy in copies[1:]:
             copy.step(x, wire)
