@@ -56,6 +56,10 @@ class ParallelSettings(_Section):
     """How one replica spreads over GPUs."""
 
     tensor_parallel_size: PositiveInt = 1
+    linear_attention_split: Literal["heads", "head_v_dim"] = "heads"
+    """What shards cut first of linear-attention layers."""
+    moe_split: Literal["intermediate", "experts"] = "intermediate"
+    """A part of every expert on each shard, or some experts whole."""
     pipeline_parallel_size: PositiveInt = 1
 
     @field_validator("pipeline_parallel_size")
@@ -111,6 +115,8 @@ class AppSettings(_Section):
             dtype=self.model.precision,
             device=device,
             tensor_parallel_size=self.parallel.tensor_parallel_size,
+            linear_attention_split=self.parallel.linear_attention_split,
+            moe_split=self.parallel.moe_split,
             max_model_len=self.model.max_context_length,
             max_num_seqs=self.serving.max_batch_size,
             max_num_batched_tokens=self.serving.max_num_batched_tokens,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import triton
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, KernelParam
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -35,7 +35,7 @@ class Launch:
     kernel: JITFunction
     args: tuple[Any, ...]
     options: dict[str, Any]
-    """Keyword arguments: constants and options such as num_warps."""
+    """Keyword arguments: further arguments, constants, and options such as num_warps."""
 
     def compile(self) -> None:
         """Compile what these arguments need, unless it is there."""
@@ -44,21 +44,24 @@ class Launch:
     @property
     def variant(self) -> tuple[object, ...]:
         """Equal for launches that take the same compiled kernel; a few that do may differ."""
-        names = [p.name for p in self.kernel.params]
-        fixed = {p.name for p in self.kernel.params if p.is_constexpr}
-        given = [*zip(names, self.args, strict=False), *self.options.items()]
-        return (id(self.kernel), *((n, _kind(value, n in fixed or n not in names)) for n, value in given))
+        params = {p.name: p for p in self.kernel.params}
+        given = {**dict(zip(params, self.args, strict=False)), **self.options}
+        return (id(self.kernel), *((name, _kind(value, params.get(name))) for name, value in given.items()))
 
 
-def _kind(value: object, fixed: bool) -> object:
-    """What of an argument a compiled kernel may depend on."""
+def _kind(value: object, param: KernelParam | None) -> object:
+    """What of an argument a compiled kernel may depend on; param: None for an option such as num_warps."""
     if isinstance(value, Pointer):
-        return value.dtype, value.data_ptr() % 16 == 0
+        aligned = value.data_ptr() % 16 == 0
+        return value.dtype, aligned or (param is not None and param.do_not_specialize_on_alignment)
     if isinstance(value, TensorDescriptor):
         return value.base.dtype, tuple(value.block_shape)
-    if isinstance(value, int) and not fixed:
-        return type(value), value == 1, value % 16 == 0, value.bit_length() > 31
-    return type(value) if isinstance(value, float) and not fixed else value
+    if param is None or param.is_constexpr:
+        return value
+    if isinstance(value, int):
+        special = None if param.do_not_specialize else (value == 1, value % 16 == 0)
+        return type(value), special, value.bit_length() > 31
+    return type(value) if isinstance(value, float) else value
 
 
 @contextmanager
@@ -74,7 +77,8 @@ def recorded_launches() -> Iterator[list[Launch]]:
     original = JITFunction.run
 
     def note(kernel: JITFunction, *args: Any, grid: object, warmup: bool, **options: Any) -> None:
-        launch = Launch(kernel, tuple(_without_memory(a) for a in args), options)
+        named = {name: _without_memory(value) for name, value in options.items()}
+        launch = Launch(kernel, tuple(_without_memory(value) for value in args), named)
         if launch.variant not in seen:
             seen.add(launch.variant)
             launches.append(launch)

@@ -1,7 +1,13 @@
 """The environment every test runs in, set before anything imports torch, transformers or ray."""
 
 import os
+import pickle
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +32,34 @@ def repo_root() -> Path:
 def demo_model(repo_root: Path) -> Path:
     """Folder of the demo checkpoint."""
     return repo_root / "configs" / "demo-model"
+
+
+RANK_TIMEOUT_S = 120
+
+
+@pytest.fixture(scope="session")
+def on_ranks(tmp_path_factory) -> Iterator[Callable[..., list[Any]]]:
+    """on_ranks(tp_size, file, function, **arguments): what `function(group, **arguments)` of a Python file
+    returns on each rank of a gloo group. The processes stay for the next call (see `rank_host.py`)."""
+    command = [sys.executable, str(Path(__file__).with_name("rank_host.py"))]
+    command.append(str(tmp_path_factory.mktemp("rank_stores")))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as host:
+
+        def run(tp_size: int, file: Path, function: str, **arguments: object) -> list[Any]:
+            pickle.dump((tp_size, str(file), function, arguments), host.stdin)
+            host.stdin.flush()
+            if not select.select([host.stdout], [], [], RANK_TIMEOUT_S)[0]:
+                host.kill()
+                pytest.fail(f"{function} on {tp_size} ranks did not end within {RANK_TIMEOUT_S} s")
+            answers = pickle.load(host.stdout)
+            errors = [f"rank {rank}: {error}" for rank, (well, error) in enumerate(answers) if not well]
+            assert not errors, "\n".join(errors)
+            return [result for _, result in answers]
+
+        try:
+            yield run
+        finally:
+            host.stdin.close()
 
 
 def pytest_configure() -> None:

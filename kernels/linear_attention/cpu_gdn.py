@@ -22,7 +22,7 @@ def gdn_decode_fused(
     conv_bias: torch.Tensor | None,
     A_log: torch.Tensor,
     dt_bias: torch.Tensor,
-    norm_weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
     eps: float,
     conv_state: torch.Tensor,
     state: torch.Tensor,
@@ -46,7 +46,7 @@ def gdn_decode_fused(
     q, k, v = _split_heads(x, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
     g, beta = gdn_gates(a[rows], b[rows], A_log, dt_bias)
     o = linear_attention_decode(q, k, v, g, beta, state, index)
-    out[rows] = norm.rms_norm_gated(o, z[rows].view(o.shape), norm_weight, eps).flatten(1)
+    out[rows] = _norm_and_gate(o, z, rows, norm_weight, eps)
     return out
 
 
@@ -59,7 +59,7 @@ def gdn_decode_replay(
     conv_bias: torch.Tensor | None,
     A_log: torch.Tensor,
     dt_bias: torch.Tensor,
-    norm_weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
     eps: float,
     conv_state: torch.Tensor,
     state: torch.Tensor,
@@ -107,7 +107,7 @@ def gdn_decode_replay(
         k = k.repeat_interleave(group, 1)
         new = decay.unsqueeze(-1) * value.folded() + u.unsqueeze(-1) * k.unsqueeze(-2)
         state.index_copy_(0, index[folded], new[folded].to(state.dtype))
-    out[rows] = norm.rms_norm_gated(o, z[rows].view(o.shape), norm_weight, eps).flatten(1)
+    out[rows] = _norm_and_gate(o, z, rows, norm_weight, eps)
     return out
 
 
@@ -155,6 +155,15 @@ class _Value:
     def folded(self) -> torch.Tensor:
         """The state that has the ring's entries in it."""
         return self.state + self.u.mT @ self.k
+
+
+def _norm_and_gate(
+    o: torch.Tensor, z: torch.Tensor, rows: torch.Tensor, norm_weight: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """norm(o) * silu(z[rows]), or o without a weight; o [B, Hv, V], the result [B, Hv V]."""
+    if norm_weight is not None:
+        o = norm.rms_norm_gated(o, z[rows].view(o.shape), norm_weight, eps)
+    return o.flatten(1)
 
 
 def _split_heads(

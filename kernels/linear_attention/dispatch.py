@@ -93,7 +93,7 @@ def gdn_decode_fused(
     conv_bias: torch.Tensor | None,
     A_log: torch.Tensor,
     dt_bias: torch.Tensor,
-    norm_weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
     eps: float,
     conv_state: torch.Tensor,
     state: torch.Tensor,
@@ -111,7 +111,8 @@ def gdn_decode_fused(
     qkv: [B, C], q|k|v as projected. z: [B, Hv V]. a, b: [B, Hv]. All may be views of one projection's output.
     conv_weight: [C, kernel], its last column meets the current token; fast only as the transposed view of one
         that lies as [kernel, C]. conv_bias: [C] or None.
-    A_log, dt_bias: [Hv]. norm_weight: [V], plain. eps: of the norm; q and k are normalised with 1e-6.
+    A_log, dt_bias: [Hv]. norm_weight: [V], plain; None leaves norm and gate to the caller: o itself comes
+        back, and z is not read. eps: of the norm; q and k are normalised with 1e-6.
     conv_state: [N, kernel, C], dtype of qkv, input of position p in column p % kernel; takes this token's.
     state: [N, Hv, V, K], fp32 (on a GPU also bf16), arithmetic in fp32. state_indices: int64 [B], distinct
         rows of both, changed in place.
@@ -146,7 +147,7 @@ def gdn_decode_replay(
     conv_bias: torch.Tensor | None,
     A_log: torch.Tensor,
     dt_bias: torch.Tensor,
-    norm_weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
     eps: float,
     conv_state: torch.Tensor,
     state: torch.Tensor,

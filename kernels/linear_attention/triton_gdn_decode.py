@@ -61,6 +61,7 @@ def _gdn_decode_kernel(
     TAP_STRIDE: tl.constexpr,
     CHANNEL_STRIDE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    NORMED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -96,8 +97,9 @@ def _gdn_decode_kernel(
     )  # fmt: skip
     offsets, in_state = state_tile(keys, values, K, V)
     tile = load_masked(state_row + offsets, in_state, MASKED)
-    z_vector = load_masked(z + row * z_stride + head * V + values, is_value, MASKED)
-    weight = load_masked(norm_weight + values, is_value, MASKED)
+    if NORMED:
+        z_vector = load_masked(z + row * z_stride + head * V + values, is_value, MASKED)
+        weight = load_masked(norm_weight + values, is_value, MASKED)
     # the norms of q and k are factors of scalars, so that S k need not wait for them
     kk, qq, kq = key_products(k, q)
     k_norm = tl.rsqrt(kk + L2_EPS)
@@ -106,7 +108,9 @@ def _gdn_decode_kernel(
     u = (v - decay * k_norm * read_state(tile, k)) * beta * k_norm
     o = q_norm * (decay * read_state(tile, q) + kq * u)
     store_masked(state_row + offsets, tile * decay + u[:, None, None] * k[None, :, :], in_state, MASKED)
-    store_masked(out_pointers, norm_and_gate(o, z_vector, weight, eps, V), is_value, MASKED)
+    if NORMED:
+        o = norm_and_gate(o, z_vector, weight, eps, V)
+    store_masked(out_pointers, o, is_value, MASKED)
 
 
 def gdn_decode_fused(
@@ -118,7 +122,7 @@ def gdn_decode_fused(
     conv_bias: torch.Tensor | None,
     A_log: torch.Tensor,
     dt_bias: torch.Tensor,
-    norm_weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
     eps: float,
     conv_state: torch.Tensor,
     state: torch.Tensor,
@@ -136,7 +140,8 @@ def gdn_decode_fused(
     qkv: [B, C], q|k|v as projected. z: [B, Hv V]. a, b: [B, Hv]. All may be views of one projection's output.
     conv_weight: [C, kernel], its last column meets the current token; fast only as the transposed view of one
         that lies as [kernel, C]. conv_bias: [C] or None.
-    A_log, dt_bias: [Hv]. norm_weight: [V], plain. eps: of the norm; q and k are normalised with 1e-6.
+    A_log, dt_bias: [Hv]. norm_weight: [V], plain; None: o itself is returned, and z is not read. eps: of the
+        norm; q and k are normalised with 1e-6.
     conv_state: [N, kernel, C], dtype of qkv, input of position p in column p % kernel; takes this token's.
     state: [N, Hv, V, K], fp32 or bf16, arithmetic in fp32. state_indices: int64 [B], distinct rows of both,
         changed in place. A row whose index is negative touches neither, and its output is zero.
@@ -156,7 +161,8 @@ def gdn_decode_fused(
     _gdn_decode_kernel[(out.shape[0] * num_v_heads,)](
         A_log=A_log,
         dt_bias=dt_bias,
-        norm_weight=norm_weight,
+        norm_weight=qkv if norm_weight is None else norm_weight,
+        NORMED=norm_weight is not None,
         eps=eps,
         state_indices=state_indices,
         positions=positions,

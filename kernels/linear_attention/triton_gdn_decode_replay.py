@@ -119,6 +119,7 @@ def _gdn_decode_replay_kernel(
     CHANNEL_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    NORMED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -168,8 +169,9 @@ def _gdn_decode_replay_kernel(
     )  # fmt: skip
     offsets, in_state = state_tile(keys, values, K, V)
     tile = load_masked(state_row + offsets, in_state, MASKED)
-    z_vector = load_masked(z + row * z_stride + head * V + values, is_value, MASKED)
-    weight = load_masked(norm_weight + values, is_value, MASKED)
+    if NORMED:
+        z_vector = load_masked(z + row * z_stride + head * V + values, is_value, MASKED)
+        weight = load_masked(norm_weight + values, is_value, MASKED)
     kk, qq, kq = key_products(k, q)
     k_norm = tl.rsqrt(kk + L2_EPS)
     q_norm = tl.rsqrt(qq + L2_EPS) * scale
@@ -181,7 +183,9 @@ def _gdn_decode_replay_kernel(
     ring_by_q = tl.sum((left * read_state(old_k, q))[None, :] * old_u, 1)
     u = (v - k_norm * (decay * read_state(tile, k) + ring_by_k)) * beta * k_norm
     o = q_norm * (decay * read_state(tile, q) + ring_by_q + kq * u)
-    store_masked(out_pointers, norm_and_gate(o, z_vector, weight, eps, V), is_value, MASKED)
+    if NORMED:
+        o = norm_and_gate(o, z_vector, weight, eps, V)
+    store_masked(out_pointers, o, is_value, MASKED)
     if flush:
         # read again, from the L2 and once in a window: nothing is held until here for it
         tile = load_masked(state_row + offsets, in_state, MASKED)
@@ -246,7 +250,7 @@ def gdn_decode_replay(
     conv_bias: torch.Tensor | None,
     A_log: torch.Tensor,
     dt_bias: torch.Tensor,
-    norm_weight: torch.Tensor,
+    norm_weight: torch.Tensor | None,
     eps: float,
     conv_state: torch.Tensor,
     state: torch.Tensor,
@@ -281,7 +285,8 @@ def gdn_decode_replay(
     _gdn_decode_replay_kernel[(out.shape[0] * num_v_heads,)](
         A_log=A_log,
         dt_bias=dt_bias,
-        norm_weight=norm_weight,
+        norm_weight=qkv if norm_weight is None else norm_weight,
+        NORMED=norm_weight is not None,
         eps=eps,
         ring_k=ring.k,
         ring_u=ring.u,

@@ -28,6 +28,25 @@ def rms_norm_gated(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
     return normed.mul_(F.silu(gate.float())).to(x.dtype)
 
 
+def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
+    """fp32 [...] of x [..., D], over D."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square_()
+
+
+def rms_norm_gated_given(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    squares: torch.Tensor,
+    size: int,
+) -> torch.Tensor:
+    """`rms_norm_gated` of some channels of rows whose sums of squares over all `size` are given."""
+    scale = squares.mul(1 / size).add_(eps).rsqrt_().unsqueeze(-1)
+    normed = (x.float() * scale).mul_(weight.float())
+    return normed.mul_(F.silu(gate.float())).to(x.dtype)
+
+
 def _normalise(x: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) of fp32 x. Through the vector norm: F.rms_norm is composite on a CPU, and its
     operations on rows of one token took twice as long."""

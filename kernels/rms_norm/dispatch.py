@@ -38,3 +38,32 @@ def rms_norm_gated(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
 
         return triton_norm.rms_norm_gated(x, gate, weight, eps)
     return cpu.rms_norm_gated(x, gate, weight, eps)
+
+
+def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
+    """fp32 [...] of x [..., D], over D: what ranks that hold parts of D add up before a norm."""
+    if x.is_cuda:
+        from hybridserve.kernels.rms_norm import triton_norm_given
+
+        return triton_norm_given.sum_of_squares(x)
+    return cpu.sum_of_squares(x)
+
+
+def rms_norm_gated_given(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    squares: torch.Tensor,
+    size: int,
+) -> torch.Tensor:
+    """`rms_norm_gated` of some channels of rows that have `size` of them, of which others are elsewhere.
+
+    x, gate: [T, heads, D], of the same channels as weight [D]. squares: fp32 [T, heads], the sums of squares
+    over all `size` channels.
+    """
+    if x.is_cuda:
+        from hybridserve.kernels.rms_norm import triton_norm_given
+
+        return triton_norm_given.rms_norm_gated_given(x, gate, weight, eps, squares, size)
+    return cpu.rms_norm_gated_given(x, gate, weight, eps, squares, size)

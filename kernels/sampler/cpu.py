@@ -88,7 +88,7 @@ def token_logprobs(
     normalizer = logits.logsumexp(-1, keepdim=True)
     chosen = logits.gather(1, token_ids.unsqueeze(1))
     rank = 1 + (logits > chosen).sum(-1)
-    values, ids = _ranked(logits, num_top)
+    values, ids = ranked(logits, num_top)
     return (chosen - normalizer).squeeze(1), rank, ids, values - normalizer
 
 
@@ -104,7 +104,7 @@ def rows_finite(logits: torch.Tensor) -> torch.Tensor:
     return (logits * 0).sum(-1) == 0
 
 
-def _ranked(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def ranked(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` largest of each row and their ids, by falling value and rising id."""
     if 2 * count >= logits.shape[1]:
         values, ids = logits.sort(dim=-1, descending=True, stable=True)
@@ -123,10 +123,9 @@ def _ranked(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
     return values, ids
 
 
-def _total_weight(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """fp64 [R], the sum of exp((logit - max) / temperature) over each row of logits [R, V]."""
+def total_weight(logits: torch.Tensor, peak: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """fp64 [R], the sum of exp((logit - peak) / temperature) over each row of logits [R, V]; peak [R, 1]."""
     num_rows, vocab = logits.shape
-    peak = logits.amax(-1, keepdim=True)
     weights = torch.zeros(num_rows, -(-vocab // BLOCK) * BLOCK, device=logits.device)
     torch.sub(logits, peak, out=weights[:, :vocab])
     weights[:, :vocab].div_(temperature.float().unsqueeze(1)).exp_()
@@ -172,17 +171,23 @@ def _draw_unfiltered(
     keys: torch.Tensor,
 ) -> torch.Tensor:
     """Draw from whole rows; the filters are known to be off."""
+    return best_score(logits, logits.amax(-1, keepdim=True), temperature, keys, 0)[1]
+
+
+def best_score(
+    logits: torch.Tensor, top: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, first_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best score of each row, fp32 [R], and its column, int64 [R]; columns are ids from `first_id` on."""
     num_rows, vocab = logits.shape
-    ids = torch.arange(vocab, device=logits.device)
-    top = logits.amax(-1, keepdim=True)
+    ids = torch.arange(first_id, first_id + vocab, device=logits.device)
     step = max(1, SCORES_AT_ONCE // vocab)
-    drawn = [
-        _scores(
-            logits[i : i + step], top[i : i + step], temperature[i : i + step], keys[i : i + step], ids
-        ).argmax(-1)
-        for i in range(0, num_rows, step)
-    ]
-    return torch.cat(drawn)
+    best, columns = [], []
+    for i in range(0, num_rows, step):
+        rows = slice(i, i + step)
+        scores = _scores(logits[rows], top[rows], temperature[rows], keys[rows], ids)
+        columns.append(scores.argmax(-1, keepdim=True))
+        best.append(scores.gather(1, columns[-1]))
+    return torch.cat(best).squeeze(1), torch.cat(columns).squeeze(1)
 
 
 def _draw_filtered(
@@ -200,20 +205,20 @@ def _draw_filtered(
     count = min(CANDIDATES, vocab, int(torch.where(bounded, top_k, vocab).max()))
     total = torch.zeros(logits.shape[0], dtype=torch.float64, device=logits.device)
     if bool(((~bounded | (top_k > count)) & (top_p < 1)).any()):
-        total = _total_weight(logits, temperature)
+        total = total_weight(logits, logits.amax(-1, keepdim=True), temperature)
     options = (temperature, top_k, top_p.double(), min_p.double(), keys, total)
-    values, ids = _ranked(logits, count)
-    position, settled = _draw_ranked(values, ids, vocab, *options)
+    values, ids = ranked(logits, count)
+    position, settled = draw_ranked(values, ids, vocab, *options)
     tokens = ids.gather(1, position.unsqueeze(1)).squeeze(1)
     rest = (~settled).nonzero().squeeze(1)
     if rest.numel():
         values, ids = logits.index_select(0, rest).sort(dim=-1, descending=True, stable=True)
-        position, _ = _draw_ranked(values, ids, vocab, *(x.index_select(0, rest) for x in options))
+        position, _ = draw_ranked(values, ids, vocab, *(x.index_select(0, rest) for x in options))
         tokens[rest] = ids.gather(1, position.unsqueeze(1)).squeeze(1)
     return tokens
 
 
-def _draw_ranked(
+def draw_ranked(
     values: torch.Tensor,
     ids: torch.Tensor,
     vocab: int,

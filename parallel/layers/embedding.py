@@ -6,18 +6,14 @@ import torch.nn.functional as F
 from hybridserve.kernels.linear import linear
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.layers.layer import Layer
+from hybridserve.parallel.vocabulary import VocabularyShard
 from hybridserve.parallel.weights.parameter import Cut, ShardedParameter
 
 
 def vocabulary_cut(vocab_size: int, group: TensorParallelGroup) -> Cut:
-    """Equal parts, the last ones shorter (possibly empty) where the size does not divide the vocabulary."""
-    part = rows_per_rank(vocab_size, group)
-    start = min(group.rank * part, vocab_size)
-    return Cut(vocab_size, ((start, min(start + part, vocab_size)),))
-
-
-def rows_per_rank(vocab_size: int, group: TensorParallelGroup) -> int:
-    return -(-vocab_size // group.size)
+    """The rank's part: see `VocabularyShard`."""
+    shard = VocabularyShard(vocab_size, group)
+    return Cut(vocab_size, ((shard.start, shard.end),))
 
 
 class VocabParallelEmbedding(Layer):
@@ -43,14 +39,18 @@ class VocabParallelEmbedding(Layer):
         """token_ids: int64 [T], all in [0, vocab_size). Returns [T, hidden_size] on every rank."""
         if self.group.size == 1:
             return F.embedding(token_ids, self.weight)
-        held = (token_ids >= self.first_row) & (token_ids < self.end_row)
-        rows = self.weight.new_zeros(token_ids.shape[0], self.weight.shape[1])
-        rows[held] = self.weight[token_ids[held] - self.first_row]
+        # no index of the rows that are held: a CUDA graph cannot ask how many there are
+        others = (token_ids < self.first_row) | (token_ids >= self.end_row)
+        local = (token_ids - self.first_row).masked_fill_(others, 0)
+        rows = F.embedding(local, self.weight).masked_fill_(others.unsqueeze(1), 0.0)
         return self.group.all_reduce(rows)
 
 
 class ParallelLMHead(Layer):
-    """Logits over the whole vocabulary; `tied` shares an embedding's weight instead of holding its own."""
+    """Logits of the rank's part of the vocabulary; `tied` shares an embedding's weight, else it has its own.
+
+    They are not gathered: `vocabulary` says which part they are, and draws from the ranks' parts.
+    """
 
     def __init__(
         self,
@@ -63,8 +63,7 @@ class ParallelLMHead(Layer):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.group = group
-        self.vocab_size = vocab_size
+        self.vocabulary = VocabularyShard(vocab_size, group)
         if tied is not None:
             self.weight = tied.weight
             return
@@ -73,14 +72,5 @@ class ParallelLMHead(Layer):
         self.weight = ShardedParameter(weight, {"": cut})
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden: [R, hidden_size]. Returns fp32 [R, vocab_size] on every rank, `out` where that is given."""
-        if self.group.size == 1:
-            return linear(hidden, self.weight, out=out, out_dtype=torch.float32, dependent=True)
-        logits = self._gathered(hidden)
-        return logits if out is None else out.copy_(logits)
-
-    def _gathered(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = linear(hidden, self.weight, out_dtype=torch.float32, dependent=True)
-        # ranks gather equal widths; the padding lies past the vocabulary's end and is cut off
-        padding = rows_per_rank(self.vocab_size, self.group) - logits.shape[1]
-        return self.group.all_gather(F.pad(logits, (0, padding)), dim=1)[:, : self.vocab_size]
+        """hidden: [R, hidden_size]. Returns fp32 [R, ids of this rank], in `out` if that is given."""
+        return linear(hidden, self.weight, out=out, out_dtype=torch.float32, dependent=True)

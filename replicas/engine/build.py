@@ -16,7 +16,6 @@ from hybridserve.replicas.engine.engine import Engine
 from hybridserve.replicas.engine.host_memory import keep_freed_memory
 from hybridserve.replicas.engine.sizing import Capacity, describe_capacity, plan_capacity
 from hybridserve.replicas.engine.startup import StartupReport
-from hybridserve.replicas.models.config import load_model_config
 from hybridserve.replicas.models.registry import build_model, fill_model
 from hybridserve.replicas.models.specs import ModelConfig
 from hybridserve.replicas.runner.runner import GraphLimits, Model, ModelRunner
@@ -65,7 +64,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         torch.set_num_threads(config.num_threads)
     report = StartupReport()
     with report.part("config"):
-        model_config = load_model_config(config.model, config.hf_overrides)
+        model_config = config.read_model_config()
         placement = resolve_placement(config, model_config)
     device = placement.device
     if device.type == "cpu":
@@ -96,7 +95,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     if device.type == "cuda" and not config.enforce_eager:
         with report.part("graphs"):
             before = torch.cuda.memory_reserved(device)
-            limits = GraphLimits(model_config.vocab_size, capacity.max_model_len, budget, placement.dtype)
+            limits = GraphLimits(capacity.max_model_len, budget, placement.dtype)
             report.graphs = runner.capture_graphs(limits)
             report.memory["graphs"] = torch.cuda.memory_reserved(device) - before
     _log_capacity(config, capacity, describe_capacity(layout, capacity))

@@ -3,11 +3,20 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hybridserve.replicas.models.config import check_load_format
+from hybridserve.replicas.models.config import check_load_format, load_model_config
+from hybridserve.replicas.models.sharding import LINEAR_SPLITS, MOE_SPLITS, with_splits
+from hybridserve.replicas.models.specs import ModelConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
+CHOICES = {
+    "dtype": DTYPES,
+    "device": DEVICES,
+    "load_format": LOAD_FORMATS,
+    "linear_attention_split": LINEAR_SPLITS,
+    "moe_split": MOE_SPLITS,
+}
 MAX_THREADS = 1024
 
 
@@ -25,6 +34,12 @@ class EngineConfig:
     """"auto": the checkpoint's on a GPU, float32 on a CPU."""
     device: str = "auto"
     tensor_parallel_size: int = 1
+    linear_attention_split: str = "heads"
+    """What shards cut first of linear-attention layers: value "heads", or "head_v_dim", the channels of every
+    head, at the price of a small all-reduce more a layer. What the one leaves is cut by the other."""
+    moe_split: str = "intermediate"
+    """What a shard holds of mixture-of-experts layers: an "intermediate" part of all experts, or whole
+    "experts"."""
     max_model_len: int | None = None
     """None: the model's own limit, or what the arena holds if that is less."""
     max_num_seqs: int = 256
@@ -49,7 +64,7 @@ class EngineConfig:
         if not isinstance(overrides, Mapping):
             raise ValueError(f"hf_overrides must be a mapping of config.json's keys, got {overrides!r}")
         object.__setattr__(self, "hf_overrides", dict(overrides))
-        for name, allowed in (("dtype", DTYPES), ("device", DEVICES), ("load_format", LOAD_FORMATS)):
+        for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         check_load_format(self.model, self.load_format)
@@ -69,6 +84,11 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must be a number in (0, 1], got {share!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
+
+    def read_model_config(self) -> ModelConfig:
+        """What the model is, and how its shards cut it. Raises ValueError: see `load_model_config`."""
+        config = load_model_config(self.model, self.hf_overrides)
+        return with_splits(config, self.linear_attention_split, self.moe_split)
 
     def _check_positive(self, name: str) -> None:
         value = getattr(self, name)

@@ -5,8 +5,8 @@ Owns the count of every tensor's elements. Where the bytes of a sequence lie is 
 
 from dataclasses import dataclass, replace
 
-from hybridserve.parallel.heads import divide, shard_heads
 from hybridserve.replicas.arena.layout import ArenaLayout, plan_arena
+from hybridserve.replicas.models.sharding import check_tp_size, shard_mixer
 from hybridserve.replicas.models.specs import (
     DTYPE_BYTES,
     FullAttentionSpec,
@@ -84,7 +84,7 @@ def measure_footprint(config: ModelConfig, dtype: str, *, page_size: int = 16, t
             LayerFootprint(
                 mixer=mixer,
                 mixer_parameters=mixer_parameters(mixer, config.hidden_size),
-                mlp_parameters=mlp_parameters(shard, index),
+                mlp_parameters=mlp_parameters(config, index, tp_size),
                 norm_parameters=2 * config.hidden_size,
                 state_bytes=state.end - state.recurrent if state is not None else 0,
                 kv_bytes_per_token=0 if linear else next(pages) // page_size,
@@ -108,42 +108,29 @@ def mixer_parameters(spec: MixerSpec, hidden_size: int) -> int:
     return _full_attention_parameters(spec, hidden_size)
 
 
-def mlp_parameters(config: ModelConfig, layer: int) -> int:
-    """Elements of all tensors of one layer's MLP, or of its experts, shared expert and their gates."""
+def mlp_parameters(config: ModelConfig, layer: int, tp_size: int = 1) -> int:
+    """Elements of all tensors of one layer's MLP, or of its experts, shared expert and their gates, of one of
+    `tp_size` shards that divide them."""
     moe = config.moe_of(layer)
     if moe is None:
-        return 3 * config.hidden_size * config.intermediate_size
+        return 3 * config.hidden_size * (config.intermediate_size // tp_size)
+    # by either split a shard has the same share of the experts and of the shared one; the gates are whole
     experts = (moe.num_experts + 1) * 3 * moe.total_intermediate_size * config.hidden_size
-    return experts + (moe.num_experts + 1) * config.hidden_size
+    return experts // tp_size + (moe.num_experts + 1) * config.hidden_size
 
 
 def shard_config(config: ModelConfig, tp_size: int) -> ModelConfig:
-    """The model that shard 0 of `tp_size` holds, with the shard's own counts in the place of the totals.
+    """The mixers and the vocabulary that shard 0 of `tp_size` holds, in the place of the model's.
 
     Raises:
         ValueError: `tp_size` does not divide a count it has to.
     """
-    moe = config.moe
-    if moe is not None:
-        size = divide("moe_intermediate_size", moe.total_intermediate_size, tp_size)
-        moe = replace(moe, total_intermediate_size=size)
+    check_tp_size(config, tp_size)
     return replace(
         config,
-        moe=moe,
-        mixers=tuple(_shard_mixer(mixer, tp_size) for mixer in config.mixers),
-        intermediate_size=divide("intermediate_size", config.intermediate_size, tp_size),
+        mixers=tuple(shard_mixer(mixer, 0, tp_size) for mixer in config.mixers),
         vocab_size=-(-config.vocab_size // tp_size),
     )
-
-
-def _shard_mixer(spec: MixerSpec, tp_size: int) -> MixerSpec:
-    if isinstance(spec, LinearAttentionSpec):
-        total, shared = spec.total_num_v_heads, spec.total_num_k_heads
-        heads = shard_heads("linear_num_value_heads", total, shared, 0, tp_size)
-        return replace(spec, total_num_v_heads=heads.num_heads, total_num_k_heads=heads.num_shared_heads)
-    total, shared = spec.total_num_heads, spec.total_num_kv_heads
-    heads = shard_heads("num_attention_heads", total, shared, 0, tp_size)
-    return replace(spec, total_num_heads=heads.num_heads, total_num_kv_heads=heads.num_shared_heads)
 
 
 def _linear_attention_parameters(spec: LinearAttentionSpec, hidden_size: int) -> int:

@@ -20,10 +20,13 @@ from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.layers.linear import FusedColumnLinear, RowParallelLinear
 from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, head_ranges, joined_ranges
 from hybridserve.replicas.models.batch import StateCache
-from hybridserve.replicas.models.norm import GatedRMSNorm
+from hybridserve.replicas.models.norm import GatedRMSNorm, PartialGatedRMSNorm
 from hybridserve.replicas.models.sharding import mixer_heads
 from hybridserve.replicas.models.specs import LinearAttentionSpec
 from hybridserve.replicas.models.step import KernelTable, Phase, PhaseBatch, StepContext, run_phases
+
+GPU_MIN_CHANNELS = 16
+"""Value channels of a head that the GPU's prefill takes at least."""
 
 
 class CausalConv(Layer):
@@ -48,7 +51,12 @@ class CausalConv(Layer):
 
 
 class GatedDeltaNet(Layer):
-    """out_proj(norm(delta_rule(conv(qkv), gates(a, b))) * silu(z)), cut by value heads."""
+    """out_proj(norm(delta_rule(conv(qkv), gates(a, b))) * silu(z)), cut by value heads or their channels.
+
+    With all of a head's channels on one rank, each token costs the ranks one all-reduce, in `project_out`.
+    Rows of a state that lie on several ranks evolve without each other; what they share is the norm, whose
+    sums of squares are then reduced in `mix`.
+    """
 
     def __init__(
         self,
@@ -62,15 +70,22 @@ class GatedDeltaNet(Layer):
     ) -> None:
         super().__init__()
         heads = mixer_heads(spec, group.rank, group.size)
-        self.head_k_dim, self.head_v_dim = spec.head_k_dim, spec.head_v_dim
+        channels = Cut(spec.head_v_dim, (heads.channels(spec.head_v_dim),))
+        self.head_k_dim, self.head_v_dim = spec.head_k_dim, channels.count
+        self.is_partial = heads.num_parts > 1
+        if device.type == "cuda" and channels.count < GPU_MIN_CHANNELS <= spec.head_v_dim:
+            raise ValueError(
+                f"tp_size {group.size} leaves {channels.count} of linear_value_head_dim {spec.head_v_dim} on "
+                f"a shard; on a GPU it must be {GPU_MIN_CHANNELS} or more"
+            )
         self.heads = {
             "num_k_heads": heads.num_shared_heads,
             "num_v_heads": heads.num_heads,
-            "head_k_dim": spec.head_k_dim,
-            "head_v_dim": spec.head_v_dim,
+            "head_k_dim": self.head_k_dim,
+            "head_v_dim": self.head_v_dim,
         }
         qkv = qkv_cut(spec, heads)
-        value_rows = Cut(spec.total_value_dim, head_ranges(heads.heads, spec.head_v_dim, spec.head_v_dim))
+        value_rows = Cut(spec.total_value_dim, value_ranges(spec, heads))
         per_head = Cut(spec.total_num_v_heads, head_ranges(heads.heads, 1, 1))
         if spec.interleaved:
             sections = interleaved_cuts(spec, heads)
@@ -90,7 +105,12 @@ class GatedDeltaNet(Layer):
         data = torch.empty(2, per_head.count, dtype=torch.float32, device=device)
         self.A_log = ShardedParameter(data[0], {"": per_head}, init="a_log")
         self.dt_bias = ShardedParameter(data[1], {"": per_head}, init="dt_bias")
-        self.norm = GatedRMSNorm(spec.head_v_dim, eps, device=device)
+        if self.is_partial:
+            self.norm = PartialGatedRMSNorm(
+                channels, spec.total_num_v_heads, heads.first_head, eps, group, device=device
+            )
+        else:
+            self.norm = GatedRMSNorm(spec.head_v_dim, eps, device=device)
         self.out_proj = RowParallelLinear(value_rows, hidden_size, group, dtype=dtype, device=device)
 
     def finish_loading(self) -> None:
@@ -111,15 +131,23 @@ class GatedDeltaNet(Layer):
     def mix(self, projected: torch.Tensor, step: StepContext, cache: StateCache) -> torch.Tensor:
         """Tokens meet: [T, projected_width] -> [T, mixed_width]; updates the sequences' states."""
         qkv, z, b, a = projected.split_with_sizes(self.in_proj_sizes, -1)
-        return run_phases(step, KERNELS, self, (qkv, z, a, b), cache)
+        mixed = run_phases(step, KERNELS, self, (qkv, z, a, b), cache)
+        return self._norm_heads(mixed, z) if self.is_partial else mixed
 
     def project_out(self, mixed: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """mixed: [T, mixed_width]; residual: [T, hidden_size]. Returns residual + out_proj(mixed)."""
         return self.out_proj(mixed, residual)
 
     def normed(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """out: [T, num_v_heads, head_v_dim], z: [T, num_v_heads * head_v_dim]. Returns the shape of z."""
-        return self.norm(out, z.unflatten(1, out.shape[1:])).flatten(1)
+        """out: [T, num_v_heads, head_v_dim], z: [T, num_v_heads * head_v_dim]. Returns the shape of z.
+
+        Where the norm needs other ranks it is left to `mix`, which asks them once for all phases.
+        """
+        return out.flatten(1) if self.is_partial else self._norm_heads(out, z)
+
+    def _norm_heads(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        heads = (self.heads["num_v_heads"], self.head_v_dim)
+        return self.norm(out.view(-1, *heads), z.unflatten(1, heads)).flatten(1)
 
     def as_heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -131,13 +159,19 @@ class GatedDeltaNet(Layer):
 
 def qkv_cut(spec: LinearAttentionSpec, heads: HeadShard) -> Cut:
     """A shard's rows of q|k|v: the key heads its value heads use, in both q and k, and its value heads."""
-    key_dim, k_dim, v_dim = spec.total_key_dim, spec.head_k_dim, spec.head_v_dim
+    key_dim, k_dim = spec.total_key_dim, spec.head_k_dim
     return Cut(
         2 * key_dim + spec.total_value_dim,
         head_ranges(heads.shared_heads, k_dim, k_dim)
         + head_ranges(heads.shared_heads, k_dim, k_dim, base=key_dim)
-        + head_ranges(heads.heads, v_dim, v_dim, base=2 * key_dim),
+        + value_ranges(spec, heads, base=2 * key_dim),
     )
+
+
+def value_ranges(spec: LinearAttentionSpec, heads: HeadShard, base: int = 0) -> tuple[tuple[int, int], ...]:
+    """A shard's rows of v, which are also those of z and the columns of out_proj; they begin at `base`."""
+    start, end = heads.channels(spec.head_v_dim)
+    return head_ranges(heads.heads, spec.head_v_dim, end - start, base + start)
 
 
 def interleaved_cuts(spec: LinearAttentionSpec, heads: HeadShard) -> dict[str, Cut]:
@@ -149,20 +183,23 @@ def interleaved_cuts(spec: LinearAttentionSpec, heads: HeadShard) -> dict[str, C
     k_dim, v_dim = spec.head_k_dim, spec.head_v_dim
     ratio = spec.total_num_v_heads // spec.total_num_k_heads
     width = 2 * k_dim + 2 * ratio * v_dim
+    own = heads.channels(v_dim)
 
-    def of_value_heads(stride: int, base: int, rows: int) -> tuple[tuple[int, int], ...]:
-        """Ranges of `rows` rows a value head, which follow one another from `base` on in each group."""
-        return joined_ranges(
-            (head // ratio * stride + base + head % ratio * rows for head in heads.heads), rows
-        )
+    def of_value_heads(
+        stride: int, base: int, rows: int, own: tuple[int, int]
+    ) -> tuple[tuple[int, int], ...]:
+        """Rows `own` of each value head's `rows`, heads lying end to end from `base` on in a group."""
+        start, end = own
+        at = (head // ratio * stride + base + head % ratio * rows + start for head in heads.heads)
+        return joined_ranges(at, end - start)
 
     qkvz = (
         head_ranges(heads.shared_heads, width, k_dim)
         + head_ranges(heads.shared_heads, width, k_dim, base=k_dim)
-        + of_value_heads(width, 2 * k_dim, v_dim)
-        + of_value_heads(width, 2 * k_dim + ratio * v_dim, v_dim)
+        + of_value_heads(width, 2 * k_dim, v_dim, own)
+        + of_value_heads(width, 2 * k_dim + ratio * v_dim, v_dim, own)
     )
-    ba = of_value_heads(2 * ratio, 0, 1) + of_value_heads(2 * ratio, ratio, 1)
+    ba = of_value_heads(2 * ratio, 0, 1, (0, 1)) + of_value_heads(2 * ratio, ratio, 1, (0, 1))
     return {
         "in_proj_qkvz": Cut(spec.total_num_k_heads * width, qkvz),
         "in_proj_ba": Cut(2 * spec.total_num_v_heads, ba),
@@ -197,7 +234,9 @@ def _decode_in_one_launch(
     cache: StateCache,
 ) -> torch.Tensor:
     norm = mixer.norm
-    given = (qkv, z, a, b, mixer.conv1d.taps, None, mixer.A_log, mixer.dt_bias, norm.weight, norm.eps)
+    # of a norm over several ranks' channels the kernel has too few
+    weight = None if mixer.is_partial else norm.weight
+    given = (qkv, z, a, b, mixer.conv1d.taps, None, mixer.A_log, mixer.dt_bias, weight, norm.eps)
     states = (cache.conv, cache.recurrent)
     rows = (batch.state_indices, batch.positions)
     if batch.replay is not None:

@@ -2,6 +2,7 @@
 
 import torch
 
+from hybridserve.kernels.linear import linear
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.layers.linear import GateUpLinear, RowParallelLinear
@@ -28,3 +29,7 @@ class GatedMLP(Layer):
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """x, residual: [T, hidden_size]. Returns residual + mlp(x)."""
         return self.down_proj(self.gate_up_proj(x), residual)
+
+    def own_part(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank's channels add to mlp(x): the ranks' parts are still to be summed."""
+        return linear(self.gate_up_proj(x), self.down_proj.weight, dependent=True)

@@ -11,6 +11,7 @@ from hybridserve.parallel.heads import divide
 from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.weights.grouped import GroupedParameter
 from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, even, whole
+from hybridserve.replicas.models.mlp import GatedMLP
 from hybridserve.replicas.models.specs import MoESpec
 
 # rows of a logits row that fast matrix products want to be a multiple of
@@ -23,6 +24,9 @@ class SparseMoE(Layer):
     Weights of all experts are one tensor each, w13 [num_experts + 1, 2 * I, hidden] (gate rows, then up rows)
     and w2 [num_experts + 1, hidden, I], the shared expert last: to the kernels it is one more expert, which
     every token chooses. Cut by intermediate channels; the router is whole on every rank.
+
+    Or cut by experts: a rank holds some of them whole, without the shared one, which stays cut by channels in
+    `shared_expert` so that all ranks have the same to do for it. Either way one all-reduce sums everything.
     """
 
     def __init__(
@@ -36,16 +40,25 @@ class SparseMoE(Layer):
     ) -> None:
         super().__init__()
         self.spec, self.group = spec, group
-        size = divide("moe_intermediate_size", spec.total_intermediate_size, group.size)
-        self.cut = even(spec.total_intermediate_size, group.rank, group.size)
+        total = spec.total_intermediate_size
+        size = divide("moe_intermediate_size", total, group.size)
+        self.by_experts = spec.split == "experts" and group.size > 1
+        if self.by_experts:
+            divide("num_experts", spec.num_experts, group.size)
+            self.experts, self.cut = even(spec.num_experts, group.rank, group.size), whole(total)
+            self.shared_expert = GatedMLP(hidden_size, total, group, dtype=dtype, device=device)
+            held, size = self.experts.count, total
+        else:
+            self.experts, self.cut = whole(spec.num_experts), even(total, group.rank, group.size)
+            held = spec.num_experts + 1
         experts = spec.num_experts + 1
         rows = -(-experts // ROW_STEP) * ROW_STEP
         # rows past the shared expert's gate are zeros: an odd width would keep the product from fast kernels
         padded = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
         self.register_buffer("padded_router", padded, persistent=False)
         self.router = GroupedParameter(padded[:experts], self._pieces_of_router)
-        w13 = torch.empty(experts, 2 * size, hidden_size, dtype=dtype, device=device)
-        w2 = torch.empty(experts, hidden_size, size, dtype=dtype, device=device)
+        w13 = torch.empty(held, 2 * size, hidden_size, dtype=dtype, device=device)
+        w2 = torch.empty(held, hidden_size, size, dtype=dtype, device=device)
         self.w13 = GroupedParameter(w13, self._pieces_of_w13)
         self.w2 = GroupedParameter(w2, self._pieces_of_w2)
 
@@ -67,7 +80,16 @@ class SparseMoE(Layer):
         )
         # the residual is whole on every rank, so one rank alone adds it before the sum
         own = residual if self.group.rank == 0 else None
-        return self.group.all_reduce(moe_experts(x, self.w13, self.w2, weights, ids, own))
+        if not self.by_experts:
+            return self.group.all_reduce(moe_experts(x, self.w13, self.w2, weights, ids, own))
+        routed, shared = weights[:, :-1].contiguous(), weights[:, -1:]
+        y = moe_experts(x, self.w13, self.w2, routed, self._held(ids[:, :-1]), own)
+        return self.group.all_reduce(y + (self.shared_expert.own_part(x) * shared).to(y.dtype))
+
+    def _held(self, ids: torch.Tensor) -> torch.Tensor:
+        """int32 [T, top_k] experts as numbers among the rank's own, or -1."""
+        ((first, end),) = self.experts.ranges
+        return torch.where((ids >= first) & (ids < end), ids - first, -1)
 
     def _pieces_of_router(self, data: torch.Tensor) -> Iterator[tuple[str, ShardedParameter]]:
         experts = self.spec.num_experts
@@ -76,7 +98,9 @@ class SparseMoE(Layer):
 
     def _pieces_of_w13(self, data: torch.Tensor) -> Iterator[tuple[str, ShardedParameter]]:
         experts, size = self.spec.num_experts, self.cut.count
-        if self.spec.stacked:
+        if self.spec.stacked and self.by_experts:
+            yield "experts.gate_up_proj", self._whole_experts(data)
+        elif self.spec.stacked:
             (rows,) = self.cut.ranges
             total = self.cut.total
             both = Cut(2 * total, (rows, (total + rows[0], total + rows[1])))
@@ -89,7 +113,9 @@ class SparseMoE(Layer):
             yield f"{name}.up_proj.weight", ShardedParameter(expert[size:], {"": self.cut})
 
     def _pieces_of_w2(self, data: torch.Tensor) -> Iterator[tuple[str, ShardedParameter]]:
-        if self.spec.stacked:
+        if self.spec.stacked and self.by_experts:
+            yield "experts.down_proj", self._whole_experts(data)
+        elif self.spec.stacked:
             yield (
                 "experts.down_proj",
                 ShardedParameter(data[: self.spec.num_experts], {"": self.cut}, dim=2, init="stacked_weight"),
@@ -100,5 +126,10 @@ class SparseMoE(Layer):
     def _named(self, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and weights of the experts that the checkpoint stores one by one."""
         if not self.spec.stacked:
-            yield from ((f"experts.{e}", data[e]) for e in range(self.spec.num_experts))
-        yield "shared_expert", data[-1]
+            ((first, end),) = self.experts.ranges
+            yield from ((f"experts.{e}", data[e - first]) for e in range(first, end))
+        if not self.by_experts:
+            yield "shared_expert", data[-1]
+
+    def _whole_experts(self, data: torch.Tensor) -> ShardedParameter:
+        return ShardedParameter(data, {"": self.experts}, init="stacked_weight")

@@ -4,6 +4,7 @@ They differ in what their configs say: experts or a dense MLP, and how the check
 like the architecture; what a mixer computes is in its own file, how weights are cut in `parallel/`.
 """
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from hybridserve.kernels.rotary import rotary_cos_sin
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from hybridserve.parallel.layers.layer import Layer
+from hybridserve.parallel.vocabulary import VocabularyShard
 from hybridserve.replicas.models.batch import LayerCache, StepBatch
 from hybridserve.replicas.models.full_attention import FullAttention
 from hybridserve.replicas.models.gated_delta_net import GatedDeltaNet
@@ -25,6 +27,9 @@ from hybridserve.replicas.models.step import StepContext, split_phases
 
 MODEL_PREFIX = "model."
 HEAD_NAME = "lm_head.weight"
+EXPERT_NAME = re.compile(
+    r"layers\.(?P<layer>\d+)\.mlp\.experts\.(?P<expert>\d+)\.(gate|up|down)_proj\.weight"
+)
 # what a checkpoint may hold beside the text model, by the start of the name
 SKIPPED_PREFIXES = {"model.visual.": "vision", "visual.": "vision", "mtp.": "mtp", "model.mtp.": "mtp"}
 
@@ -167,8 +172,15 @@ class Qwen3_5ForCausalLM(Layer):
         return self.model(batch, caches)
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden: [R, hidden_size]. Returns fp32 [R, vocab_size], which is `out` where that is given."""
+        """hidden: [R, hidden_size]. Returns fp32 [R, this shard's part of vocab_size], in `out` if given.
+
+        `vocabulary` draws from the shards' parts, or gathers them.
+        """
         return self.lm_head(hidden, out)
+
+    @property
+    def vocabulary(self) -> VocabularyShard:
+        return self.lm_head.vocabulary
 
     def finish_loading(self) -> None:
         """Derive what kernels want in another layout; to be called once the parameters are filled."""
@@ -186,4 +198,17 @@ class Qwen3_5ForCausalLM(Layer):
         """Why a checkpoint tensor that fills no parameter may be passed over; None: it may not."""
         if name == HEAD_NAME and self.config.tie_word_embeddings:
             return "tied head"
+        if self._is_another_ranks_expert(name):
+            return "other shards' experts"
         return next((why for prefix, why in SKIPPED_PREFIXES.items() if name.startswith(prefix)), None)
+
+    def _is_another_ranks_expert(self, name: str) -> bool:
+        """Whether a tensor is of an expert that, in a layer with experts by ranks, is not this rank's."""
+        found = EXPERT_NAME.fullmatch(name.removeprefix(self.config.weights_prefix))
+        if found is None or int(found["layer"]) >= len(self.model.layers):
+            return False
+        layer, expert = self.model.layers[int(found["layer"])], int(found["expert"])
+        if not layer.is_sparse or not layer.mlp.by_experts or expert >= layer.mlp.spec.num_experts:
+            return False
+        ((first, end),) = layer.mlp.experts.ranges
+        return not first <= expert < end

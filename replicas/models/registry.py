@@ -10,6 +10,7 @@ from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.weights.loader import Progress, checkpoint_targets, load_checkpoint, load_dummy
 from hybridserve.replicas.models.config import check_load_format
 from hybridserve.replicas.models.qwen3_5 import Qwen3_5ForCausalLM
+from hybridserve.replicas.models.sharding import check_tp_size
 from hybridserve.replicas.models.specs import DTYPE_BYTES, ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ def build_model(
     Raises:
         ValueError: the group's size does not divide what has to be cut; names numbers and sizes that work.
     """
+    check_tp_size(config, group.size)
     if dtype not in DTYPES.values():
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     return BUILDERS[config.model_type](config, group, dtype=dtype, device=device)

@@ -1,25 +1,63 @@
-"""What one shard holds of each mixer, as specs: the arena and the caches of a shard are sized from these.
+"""What one shard holds of a model, as specs: the arena and the caches of a shard are sized from these.
 
-Knows nothing of tensors; the model's layers cut their weights by the same `shard_heads`.
+Knows nothing of tensors; the model's layers cut their weights by the same `mixer_heads`. Torch-free.
 """
 
 from dataclasses import replace
 
-from hybridserve.parallel.heads import HeadShard, shard_heads
+from hybridserve.parallel.heads import SPLITS, HeadShard, check_divides, shard_heads, shard_value_heads
 from hybridserve.replicas.models.specs import FullAttentionSpec, LinearAttentionSpec, MixerSpec, ModelConfig
+
+LINEAR_SPLITS = SPLITS
+"""What shards cut first of a linear-attention layer; see `shard_value_heads`."""
+MOE_SPLITS = ("intermediate", "experts")
+"""What shards hold of the routed experts: a part of each, or some of them whole."""
+VALUE_CHANNELS = "linear_num_value_heads * linear_value_head_dim"
+QUERY_HEADS = "num_attention_heads"
+
+
+def with_splits(config: ModelConfig, linear_attention_split: str, moe_split: str) -> ModelConfig:
+    """`config` with how its layers are cut, one of `LINEAR_SPLITS` and one of `MOE_SPLITS`."""
+    mixers = tuple(
+        replace(spec, split=linear_attention_split) if isinstance(spec, LinearAttentionSpec) else spec
+        for spec in config.mixers
+    )
+    moe = config.moe and replace(config.moe, split=moe_split)
+    return replace(config, mixers=mixers, moe=moe)
+
+
+def check_tp_size(config: ModelConfig, size: int) -> None:
+    """Raise ValueError if the model cannot be cut for `size` shards.
+
+    The message names the numbers that `size` does not divide, and the nearest sizes that work for the model.
+    """
+    totals = []
+    for spec in dict.fromkeys(config.mixers):
+        if isinstance(spec, LinearAttentionSpec):
+            totals.append((VALUE_CHANNELS, spec.total_value_dim))
+        else:
+            totals.append((QUERY_HEADS, spec.total_num_heads))
+    dense = [config.moe_of(layer) is None for layer in range(config.num_layers)]
+    if any(dense):
+        totals.append(("intermediate_size", config.intermediate_size))
+    if config.moe is not None and not all(dense):
+        totals.append(("moe_intermediate_size", config.moe.total_intermediate_size))
+        if config.moe.split == "experts":
+            totals.append(("num_experts", config.moe.num_experts))
+    check_divides(totals, size)
 
 
 def mixer_heads(spec: MixerSpec, rank: int, size: int) -> HeadShard:
     """The heads that shard `rank` of `size` holds: value and key heads, or query and KV heads.
 
     Raises:
-        ValueError: `size` does not divide the number of value or query heads; names both and sizes that work.
+        ValueError: `size` does not divide the number of query heads, or of the value heads' channels; names
+            both numbers and the nearest sizes that do.
     """
     if isinstance(spec, LinearAttentionSpec):
-        name, total, shared = "linear_num_value_heads", spec.total_num_v_heads, spec.total_num_k_heads
-    else:
-        name, total, shared = "num_attention_heads", spec.total_num_heads, spec.total_num_kv_heads
-    return shard_heads(name, total, shared, rank, size)
+        heads, shared = spec.total_num_v_heads, spec.total_num_k_heads
+        return shard_value_heads(VALUE_CHANNELS, heads, shared, spec.head_v_dim, rank, size, spec.split)
+    return shard_heads(QUERY_HEADS, spec.total_num_heads, spec.total_num_kv_heads, rank, size)
 
 
 def shard_mixer(spec: MixerSpec, rank: int, size: int) -> MixerSpec:
@@ -27,7 +65,12 @@ def shard_mixer(spec: MixerSpec, rank: int, size: int) -> MixerSpec:
     heads = mixer_heads(spec, rank, size)
     if isinstance(spec, FullAttentionSpec):
         return replace(spec, total_num_heads=heads.num_heads, total_num_kv_heads=heads.num_shared_heads)
-    return replace(spec, total_num_v_heads=heads.num_heads, total_num_k_heads=heads.num_shared_heads)
+    return replace(
+        spec,
+        total_num_v_heads=heads.num_heads,
+        total_num_k_heads=heads.num_shared_heads,
+        head_v_dim=spec.head_v_dim // heads.num_parts,
+    )
 
 
 def shard_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:

@@ -37,6 +37,8 @@ class LinearAttentionSpec:
     interleaved: bool = False
     """How the checkpoint stores the input projections: as in_proj_qkvz and in_proj_ba, with rows
     `q | k | v | z` and `b | a` per key head; else as in_proj_qkv, in_proj_z, in_proj_b and in_proj_a."""
+    split: str = "heads"
+    """What shards cut first, "heads" or "head_v_dim"; see `shard_value_heads`."""
 
     @property
     def total_key_dim(self) -> int:
@@ -64,6 +66,8 @@ class MoESpec:
     """How the checkpoint stores experts: as gate_up_proj and down_proj of all, else three matrices each."""
     dense_layers: tuple[int, ...] = ()
     """Layers that have a dense MLP instead."""
+    split: str = "intermediate"
+    """What shards hold: "intermediate", a part of every expert, or "experts", whole experts."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 A step of n rows runs in the smallest bucket that holds it; the rows behind are padding, which reads and
 writes no state and no page. The host's part of a step is one transfer into fixed memory and two launches of
-graphs: model, then draw. Rows whose logits are edited, or that want logprobs, are drawn outside of a graph.
+graphs: model, then draw. Rows whose logits are edited, or that want logprobs, are drawn outside of a graph;
+with several shards also those with filters, which may have to ask the other shards for whole rows.
 """
 
 import math
@@ -11,12 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridserve.kernels.sampler import greedy, keep_drawn, sample_seeded, take_drawn
+from hybridserve.kernels.sampler import keep_drawn, take_drawn
+from hybridserve.parallel.vocabulary import VocabularyShard
 from hybridserve.replicas.engine.plan import SampleSpec, StepPlan
 from hybridserve.replicas.models.batch import ReplayRows, StepBatch
 from hybridserve.replicas.runner.batching import KNOWN, StepArrays
 from hybridserve.replicas.runner.draws import Draws
-from hybridserve.replicas.runner.sampling import SampleArrays, Sampler, edits_logits
+from hybridserve.replicas.runner.sampling import SampleArrays, Sampler, edits_logits, has_filters
 from hybridserve.replicas.runner.storage import ArenaStorage
 
 ROW_ALIGN = 32
@@ -79,11 +81,11 @@ class DecodeGraphs:
         storage: ArenaStorage,
         drawn: torch.Tensor,
         *,
-        vocab_size: int,
+        vocabulary: VocabularyShard,
         max_model_len: int,
         device: torch.device,
     ) -> None:
-        """forward: a batch to hidden states. compute_logits: with `out`, fp32 [rows, vocab]; see the model.
+        """forward: a batch to hidden states. compute_logits: with `out`, fp32 [rows, the shard's ids].
 
         drawn: int64 [2, max_num_seqs], tokens and finite flags of the last step.
         """
@@ -91,13 +93,13 @@ class DecodeGraphs:
         self._compute_logits = compute_logits
         self._window = storage.layout.unit.replay_window
         self._drawn = drawn
-        self._vocab_size = vocab_size
+        self._vocabulary = vocabulary
         self._buckets = decode_buckets(drawn.shape[1])
         self._rows = math.ceil(self._buckets[-1] / ROW_ALIGN) * ROW_ALIGN
         self._fields = _Fields.of(self._rows, device=device)
         pages = max(1, storage.layout.pages_for(max_model_len))
         self._tables = torch.zeros(self._rows, pages, dtype=torch.int32, device=device)
-        self._logits = torch.empty(self._rows, vocab_size, dtype=torch.float32, device=device)
+        self._logits = torch.empty(self._rows, vocabulary.count, dtype=torch.float32, device=device)
         self._always = torch.ones(self._rows, dtype=torch.bool, device=device)
         self._models: dict[int, torch.cuda.CUDAGraph] = {}
         self._greedy: dict[int, torch.cuda.CUDAGraph] = {}
@@ -144,9 +146,11 @@ class DecodeGraphs:
         """Queue a step that `takes` accepted; the draws are kept in `drawn`, too."""
         count = len(specs)
         bucket = next(size for size in self._buckets if size >= count)
-        self.stage(arrays, SampleArrays.of(specs, self._vocab_size), bucket)
+        self.stage(arrays, SampleArrays.of(specs, self._vocabulary.vocab_size), bucket)
         self._models[bucket].replay()
-        if any(s.params.logprobs is not None or edits_logits(s) for s in specs):
+        if any(s.params.logprobs is not None or edits_logits(s) for s in specs) or (
+            self._vocabulary.group.size > 1 and any(map(has_filters, specs))
+        ):
             draws = sampler.draw(self._logits[:count], specs)
             keep_drawn(draws.tokens, draws.finite, self._drawn)
             return draws
@@ -206,11 +210,16 @@ class DecodeGraphs:
         self._compute_logits(self._forward(batch), out=self._logits[:bucket])
 
     def _draw_greedily(self, bucket: int) -> None:
-        keep_drawn(*greedy(self._logits[:bucket]), self._drawn)
+        keep_drawn(*self._vocabulary.greedy(self._logits[:bucket]), self._drawn)
 
     def _draw_sampled(self, bucket: int) -> None:
         fields = self._fields
-        options = (fields[name][:bucket] for name in ("temperature", "top_k", "top_p", "min_p", "seeds"))
+        names = ("temperature", "top_k", "top_p", "min_p", "seeds")
+        draw = self._vocabulary.sample_seeded
+        if self._vocabulary.group.size > 1:
+            names, draw = ("temperature", "seeds"), self._vocabulary.sample_unfiltered
+        options = (fields[name][:bucket] for name in names)
         # the token to draw follows the row's own
-        drawn = sample_seeded(self._logits[:bucket], *options, fields["positions"][:bucket] + 1)
+        positions = fields["positions"][:bucket] + 1
+        drawn = draw(self._logits[:bucket], *options, positions)
         keep_drawn(*drawn, self._drawn)

@@ -69,7 +69,7 @@ class Rehearsal:
         pieces = sum(CONTEXT_PIECES)
         contexts = (SHORT, pieces, pieces + SHORT)
         self._contexts = (0, *(c for c in contexts if c + self._chunk < max_model_len))
-        self._limits = GraphLimits(config.vocab_size, max_model_len, max_num_batched_tokens, dtype)
+        self._limits = GraphLimits(max_model_len, max_num_batched_tokens, dtype)
         # experts take tiles by their average number of rows, and no size of tile for less than an octave
         octaves = (SHORT << n for n in range(1, self._chunk.bit_length())) if config.moe is not None else ()
         self._between = tuple(size for size in octaves if size < self._chunk)

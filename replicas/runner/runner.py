@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from hybridserve.kernels.sampler import keep_drawn
+from hybridserve.parallel.vocabulary import VocabularyShard
 from hybridserve.replicas.engine.plan import (
     SampleSpec,
     ScheduledSequence,
@@ -21,7 +22,7 @@ from hybridserve.replicas.runner.decode_graphs import DecodeGraphs
 from hybridserve.replicas.runner.denormals import flushed_denormals
 from hybridserve.replicas.runner.draws import Draws, FetchedDraws
 from hybridserve.replicas.runner.piece_graphs import GraphMaker, PieceGraphs, PieceModel, cuda_graph
-from hybridserve.replicas.runner.sampling import Sampler, token_logprobs_of
+from hybridserve.replicas.runner.sampling import Sampler
 from hybridserve.replicas.runner.storage import ArenaStorage
 
 PROMPT_LOGPROB_ROWS = 256
@@ -37,14 +38,17 @@ class Model(Protocol):
         """Hidden states [T, hidden] after the final norm."""
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """fp32 [R, vocab] of hidden states [R, hidden], in `out` where it is given."""
+        """fp32 [R, the shard's ids] of hidden states [R, hidden], in `out` where it is given."""
+
+    @property
+    def vocabulary(self) -> VocabularyShard:
+        """Which ids these are, and how the shards draw from them."""
 
 
 @dataclass(frozen=True)
 class GraphLimits:
     """What sizes the fixed memory of graphs."""
 
-    vocab_size: int
     max_model_len: int
     max_num_batched_tokens: int
     dtype: torch.dtype
@@ -89,7 +93,7 @@ class ModelRunner:
         self._storage = storage
         self._device = device
         self._batcher = Batcher(storage.layout)
-        self._sampler = Sampler(device)
+        self._sampler = Sampler(device, model.vocabulary)
         self._graphs: DecodeGraphs | None = None
         self._pieces: PieceGraphs | None = None
         self._drawn = torch.zeros(2, max_num_seqs, dtype=torch.int64, device=device)
@@ -107,7 +111,7 @@ class ModelRunner:
             self._model.compute_logits,
             self._storage,
             self._drawn,
-            vocab_size=limits.vocab_size,
+            vocabulary=self._model.vocabulary,
             max_model_len=limits.max_model_len,
             device=self._device,
         )
@@ -187,5 +191,6 @@ class ModelRunner:
         for at in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             block = targets[at : at + PROMPT_LOGPROB_ROWS]
             logits = self._model.compute_logits(hidden[at : at + len(block)])
-            found += zip(block, token_logprobs_of(logits, block, sequence.prompt_logprobs), strict=True)
+            logprobs = self._sampler.logprobs_of(logits, block, sequence.prompt_logprobs)
+            found += zip(block, logprobs, strict=True)
         return tuple(found)

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hybridserve.kernels.sampler import bias_batch, greedy, penalize_batch, sample_seeded, token_logprobs
+from hybridserve.kernels import sampler
+from hybridserve.kernels.sampler import bias_batch, penalize_batch
+from hybridserve.parallel.vocabulary import VocabularyShard
 from hybridserve.replicas.engine.plan import SampleSpec, TokenLogprobs
 from hybridserve.replicas.runner.draws import DrawnLogprobs, Draws
 from hybridserve.replicas.runner.upload import upload
@@ -44,44 +46,66 @@ class SampleArrays:
 
 
 class Sampler:
-    """Draws one token a row. A row's result depends on its own logits and spec alone."""
+    """Draws one token a row. A row's result depends on its own logits and spec alone.
 
-    def __init__(self, device: torch.device) -> None:
+    With a `vocabulary` of several ranks the logits are its ids' of every row; all ranks draw the same.
+    """
+
+    def __init__(self, device: torch.device, vocabulary: VocabularyShard | None = None) -> None:
+        """`vocabulary`: None for logits of all ids."""
         self._device = device
+        self._shard = vocabulary if vocabulary is not None and vocabulary.group.size > 1 else None
+        self._draws = self._shard or sampler
+        self._first_id = self._shard.start if self._shard else 0
 
     def draw(self, logits: torch.Tensor, specs: Sequence[SampleSpec]) -> Draws:
-        """Draw from fp32 `logits` [R, vocab], one spec a row; the logits are changed in place."""
+        """Draw from fp32 `logits` [R, ids], one spec a row; the logits are changed in place."""
         wants_logprobs = any(s.params.logprobs is not None for s in specs)
         raw = logits.clone() if wants_logprobs and any(map(edits_logits, specs)) else logits
         self._edit(logits, specs)
         if all(s.params.greedy for s in specs):
-            tokens, finite = greedy(logits)
+            tokens, finite = self._draws.greedy(logits)
         else:
-            a = SampleArrays.of(specs, logits.shape[1])
-            order = (a.temperature, a.top_k, a.top_p, a.min_p, a.seeds, a.positions)
-            tokens, finite = sample_seeded(logits, *upload(order, self._device))
+            a = SampleArrays.of(specs, self._shard.vocab_size if self._shard else logits.shape[1])
+            if self._shard is not None and not any(map(has_filters, specs)):
+                order = (a.temperature, a.seeds, a.positions)
+                tokens, finite = self._shard.sample_unfiltered(logits, *upload(order, self._device))
+            else:
+                order = (a.temperature, a.top_k, a.top_p, a.min_p, a.seeds, a.positions)
+                tokens, finite = self._draws.sample_seeded(logits, *upload(order, self._device))
         return Draws(tokens, finite, self._logprobs(raw, tokens, specs) if wants_logprobs else None)
 
     def _edit(self, logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
         """Penalties, then biases and bans, in place."""
         if any(s.params.has_penalty for s in specs):
             params = [s.params for s in specs]
-            ids = _padded([s.token_ids if s.params.has_penalty else () for s in specs], 0)
-            lens = np.asarray([len(s.token_ids) for s in specs], dtype=np.int64)
+            rows, prompt_lens = zip(*(self._held_ids(s, logits.shape[1]) for s in specs), strict=True)
+            lens = np.asarray([len(row) for row in rows], dtype=np.int64)
             penalties = (
                 np.asarray([getattr(p, name) for p in params], dtype=np.float32)
                 for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
             )
-            prompt_lens = np.asarray([s.prompt_len for s in specs], dtype=np.int64)
-            penalize_batch(logits, *upload([ids, prompt_lens, lens, *penalties], self._device))
+            arrays = [_padded(rows, 0), np.asarray(prompt_lens, dtype=np.int64), lens, *penalties]
+            penalize_batch(logits, *upload(arrays, self._device))
         if any(s.params.logit_bias or s.banned_token_ids for s in specs):
             biases = [s.params.logit_bias or {} for s in specs]
+            # other ranks' ids come out as those that fill up: outside of the rank's columns
             arrays = [
-                _padded(biases, NO_TOKEN),
+                _padded(biases, NO_TOKEN) - self._first_id,
                 _padded([list(b.values()) for b in biases], 0.0, np.float32),
-                _padded([s.banned_token_ids for s in specs], NO_TOKEN),
+                _padded([s.banned_token_ids for s in specs], NO_TOKEN) - self._first_id,
             ]
             bias_batch(logits, *upload(arrays, self._device))
+
+    def _held_ids(self, spec: SampleSpec, num_columns: int) -> tuple[Sequence[int] | np.ndarray, int]:
+        """The columns of a row's tokens so far, and how many are the prompt's; none without penalty."""
+        if not spec.params.has_penalty:
+            return (), 0
+        if self._shard is None:
+            return spec.token_ids, spec.prompt_len
+        columns = np.asarray(spec.token_ids, dtype=np.int64) - self._first_id
+        held = (columns >= 0) & (columns < num_columns)
+        return columns[held], int(held[: spec.prompt_len].sum())
 
     def _logprobs(
         self, raw: torch.Tensor, tokens: torch.Tensor, specs: Sequence[SampleSpec]
@@ -89,23 +113,31 @@ class Sampler:
         rows = tuple(i for i, s in enumerate(specs) if s.params.logprobs is not None)
         (index,) = upload([np.asarray(rows, dtype=np.int64)], self._device)
         num_top = max(specs[i].params.logprobs or 0 for i in rows)
-        found = token_logprobs(raw.index_select(0, index), tokens.index_select(0, index), num_top)
+        found = self._draws.token_logprobs(raw.index_select(0, index), tokens.index_select(0, index), num_top)
         return DrawnLogprobs(rows, *found)
 
-
-def token_logprobs_of(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-    """Log-probabilities of one token a row of fp32 `logits` [R, vocab], with the `num_top` likeliest."""
-    ids = torch.tensor(token_ids, device=logits.device)
-    logprob, rank, top_ids, top_logprobs = (t.tolist() for t in token_logprobs(logits, ids, num_top))
-    return [
-        TokenLogprobs(lp, r, tuple(t), tuple(tl))
-        for lp, r, t, tl in zip(logprob, rank, top_ids, top_logprobs, strict=True)
-    ]
+    def logprobs_of(
+        self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int
+    ) -> list[TokenLogprobs]:
+        """Log-probabilities of one token a row of fp32 `logits` [R, ids], with the `num_top` likeliest."""
+        ids = torch.tensor(token_ids, device=logits.device)
+        found = self._draws.token_logprobs(logits, ids, num_top)
+        logprob, rank, top_ids, top_logprobs = (t.tolist() for t in found)
+        return [
+            TokenLogprobs(lp, r, tuple(t), tuple(tl))
+            for lp, r, t, tl in zip(logprob, rank, top_ids, top_logprobs, strict=True)
+        ]
 
 
 def edits_logits(spec: SampleSpec) -> bool:
     """Whether a row's logits are changed before it is drawn."""
     return bool(spec.params.has_penalty or spec.params.logit_bias or spec.banned_token_ids)
+
+
+def has_filters(spec: SampleSpec) -> bool:
+    """Whether a row is drawn from some of its tokens only; a greedy row has none."""
+    params = spec.params
+    return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 
 def _padded(rows: Sequence[Sequence], fill: float, dtype: Callable = np.int64) -> np.ndarray:

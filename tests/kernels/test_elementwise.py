@@ -5,7 +5,7 @@ import torch
 
 from hybridserve.kernels.activation import silu_and_mul
 from hybridserve.kernels.activation.reference import silu_and_mul_reference
-from hybridserve.kernels.rms_norm import rms_norm, rms_norm_gated
+from hybridserve.kernels.rms_norm import rms_norm, rms_norm_gated, rms_norm_gated_given, sum_of_squares
 from hybridserve.kernels.rms_norm.reference import rms_norm_gated_reference, rms_norm_reference
 from hybridserve.kernels.rotary import apply_rotary, rotary_cos_sin
 from hybridserve.kernels.rotary.reference import rotary_reference
@@ -32,6 +32,21 @@ def test_rms_norm_gated(shape, assert_accurate):
         for t in (torch.float64, torch.float32)
     )
     assert_accurate(rms_norm_gated(x, gate, weight, 1e-6), exact, plain)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm_gated_of_some_channels(shape, assert_accurate):
+    """The sums of squares of both halves give each its part of the whole norm."""
+    x, gate, weight = torch.randn(shape) * 3, torch.randn(shape) * 5, torch.randn(shape[-1])
+    half = shape[-1] // 2
+    squares = sum_of_squares(x[..., :half]) + sum_of_squares(x[..., half:])
+    exact, plain = (
+        rms_norm_gated_reference(x.to(t), gate.to(t), weight.to(t), 1e-6)
+        for t in (torch.float64, torch.float32)
+    )
+    for own in (slice(0, half), slice(half, None)):
+        out = rms_norm_gated_given(x[..., own], gate[..., own], weight[own], 1e-6, squares, shape[-1])
+        assert_accurate(out, exact[..., own], plain[..., own])
 
 
 @pytest.mark.parametrize("shape", SHAPES)

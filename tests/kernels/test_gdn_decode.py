@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from hybridserve.kernels.causal_conv1d.reference import causal_conv1d_reference
 from hybridserve.kernels.linear_attention import flush_replay, gdn_decode_fused, gdn_decode_replay
 from hybridserve.kernels.linear_attention.reference import gdn_gates_reference, linear_attention_reference
 from hybridserve.kernels.linear_attention.replay import REPLAY_WINDOW, ReplayRing
+from hybridserve.kernels.rms_norm import rms_norm_gated_given, sum_of_squares
 from hybridserve.kernels.rms_norm.reference import rms_norm_gated_reference
 
 K_HEADS, V_HEADS, K_DIM, V_DIM, KERNEL, EPS = 2, 4, 16, 8, 4, 1e-6
@@ -128,3 +130,26 @@ def test_no_entry_behind_the_count_is_read_and_one_is_written():
     for part in (layer.ring.k, layer.ring.u, layer.ring.g.unsqueeze(-1)):
         written = ~part[layer.index].isnan().all(-1)
         assert written[0, :, 0].all() and not written[0, :, 1:].any() and not written[1].any()
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_without_a_norm_weight_the_norm_is_left_to_the_caller(replay):
+    outs, units = [], []
+    for normed in (True, False):
+        torch.manual_seed(3)
+        layer = Layer.make()
+        qkv, z, a, b = (x[0, :ROWS] for x in layer.tokens)
+        *weights, norm_weight = layer.weights
+        # z is not read
+        args = (qkv, z if normed else z * torch.nan, a, b, *weights, norm_weight if normed else None, EPS)
+        places = (layer.index, layer.index + 40)
+        if replay:
+            ring = (layer.ring, *places, torch.zeros(ROWS, dtype=torch.int64), torch.tensor([False, True]))
+            outs.append(gdn_decode_replay(*args, layer.conv, layer.state, *ring, **SIZES))
+        else:
+            outs.append(gdn_decode_fused(*args, layer.conv, layer.state, *places, **SIZES))
+        units.append([x[layer.index] for x in (layer.conv, layer.state)])
+    o, z = (x.view(ROWS, V_HEADS, V_DIM) for x in (outs[1], z))
+    given = rms_norm_gated_given(o, z, norm_weight, EPS, sum_of_squares(o), V_DIM)
+    torch.testing.assert_close(given.flatten(1), outs[0])
+    assert all(map(torch.equal, *units))

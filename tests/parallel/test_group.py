@@ -1,4 +1,4 @@
-"""`TensorParallelGroup` without other processes (`test_two_ranks.py` has them)."""
+"""`TensorParallelGroup` without other processes (`test_layers.py` has them)."""
 
 import pytest
 import torch

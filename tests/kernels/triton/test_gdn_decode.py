@@ -17,6 +17,7 @@ from hybridserve.kernels.linear_attention.triton_gdn_decode_replay import (
     flush_replay,
     gdn_decode_replay,
 )
+from hybridserve.kernels.rms_norm import triton_norm_given
 from hybridserve.kernels.rms_norm.cpu import rms_norm_gated
 from hybridserve.kernels.rms_norm.reference import rms_norm_gated_reference
 from hybridserve.kernels.testing import assert_as_good_as_plain, poisoned_memory
@@ -274,6 +275,56 @@ def test_fused_extremes(device, size, decay, b):
         dt_bias=torch.zeros(4, device=device),
     )
     check_fused(shape, device, weights, token.replaced(a=a, b=torch.full_like(a, b)), 1)
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_halves_of_the_channels(device, replay):
+    """As on two ranks, each with half of every head's value channels: the norm gets the sum of their sums."""
+    shape, half = Shape(), Shape(v_dim=16)
+    weights, token = Weights.make(shape, device), Token.make(shape, 2, device)
+    units = Units(shape, device, 2)
+    index, positions = torch.arange(2, device=device) * units.step, torch.tensor([4, 9], device=device)
+    counts = torch.zeros(2, dtype=torch.int64, device=device)
+    flushes = torch.tensor([False, True], device=device)
+    rings, states = units.start(index)
+    whole = fused(units, shape, weights, token, index, positions)
+    heads = (2, shape.v_heads, shape.v_dim)
+    keys = 2 * shape.k_heads * shape.k_dim
+    channels = torch.arange(keys, shape.channels, device=device).view(heads[1:])
+    parts = []
+    for start in (0, 16):
+        own = slice(start, start + 16)
+        rows = torch.cat((torch.arange(keys, device=device), channels[:, own].flatten()))
+        ours = Units(half, device, 2)
+        places = torch.arange(2, device=device) * ours.step
+        ours.conv[places], ours.state[places] = rings[:, :, rows], states[:, :, own]
+        given = (
+            token.qkv[:, rows],
+            torch.full((2, 64), torch.nan, device=device),
+            token.a,
+            token.b,
+            weights.conv_weight.T[:, rows].contiguous().T,
+            None,
+            weights.A_log,
+            weights.dt_bias,
+            None,
+            EPS,
+            ours.conv,
+            ours.state,
+        )
+        with poisoned_memory():
+            if replay:
+                o = gdn_decode_replay(*given, ours.ring, places, positions, counts, flushes, **half.sizes())
+            else:
+                o = gdn_decode_fused(*given, places, positions, **half.sizes())
+        o = o.view(2, shape.v_heads, 16)
+        parts.append((own, o, triton_norm_given.sum_of_squares(o)))
+        torch.testing.assert_close(ours.state[places][1], units.state[index][1, :, own])
+    squares = parts[0][2] + parts[1][2]
+    for own, o, _ in parts:
+        z, weight = token.z.view(heads)[:, :, own], weights.norm_weight[own]
+        normed = triton_norm_given.rms_norm_gated_given(o, z, weight, EPS, squares, shape.v_dim)
+        torch.testing.assert_close(normed, whole.view(heads)[:, :, own])
 
 
 def test_fused_rows_are_bitwise_their_own_in_any_batch(device):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridserve.kernels.rms_norm import cpu, triton_norm
+from hybridserve.kernels.rms_norm import cpu, triton_norm, triton_norm_given
 from hybridserve.kernels.rms_norm.reference import rms_norm_gated_reference, rms_norm_reference
 from hybridserve.kernels.testing import assert_as_good_as_plain, poisoned_memory
 
@@ -51,6 +51,29 @@ def test_rms_norm_gated(device, dtype):
             out = triton_norm.rms_norm_gated(x, gate, weight, 1e-6)
         truth = rms_norm_gated_reference(x.double(), gate.double(), weight.double(), 1e-6)
         assert_as_good_as_plain(out, cpu.rms_norm_gated(x, gate, weight, 1e-6), truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rms_norm_gated_of_some_channels(device, dtype):
+    """Against the norm of whole rows; sums of squares come as columns of a wider tensor."""
+    for tokens, heads, dim, own in (
+        (3, 5, 60, slice(8, 30)),
+        (2, 1, 256, slice(0, 128)),
+        (1, 4, 32, slice(16, 32)),
+    ):
+        x, gate = ((torch.randn(tokens, heads, dim, device=device) * s).to(dtype) for s in (3, 5))
+        weight = torch.randn(dim, device=device)
+        with poisoned_memory():
+            squares = triton_norm_given.sum_of_squares(x)
+        torch.testing.assert_close(squares, x.float().square().sum(-1))
+        every = torch.full((tokens, heads + 3), torch.nan, device=device)
+        every[:, 2 : 2 + heads] = squares
+        given = (x[..., own], gate[..., own], weight[own], 1e-6, every[:, 2 : 2 + heads], dim)
+        with poisoned_memory():
+            out = triton_norm_given.rms_norm_gated_given(*given)
+        truth = rms_norm_gated_reference(x.double(), gate.double(), weight.double(), 1e-6)[..., own]
+        assert out.is_contiguous() and out.dtype == dtype
+        assert_as_good_as_plain(out, cpu.rms_norm_gated_given(*given), truth)
 
 
 @pytest.mark.parametrize("size", [1e-4, 1e4])

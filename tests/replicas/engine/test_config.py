@@ -12,6 +12,8 @@ from hybridserve.replicas.engine.config import EngineConfig
         ("device", "tpu"),
         ("load_format", "pickle"),
         ("tensor_parallel_size", 0),
+        ("linear_attention_split", "head_k_dim"),
+        ("moe_split", "heads"),
         ("max_num_seqs", 0),
         ("max_num_seqs", "many"),
         ("max_num_batched_tokens", -1),

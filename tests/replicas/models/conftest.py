@@ -133,7 +133,7 @@ class Loaded:
     def run(self, work: Sequence[tuple[int, Sequence[int], int]], num_decodes: int = 0) -> torch.Tensor:
         """fp32 logits of every token of the step, [T, vocab]."""
         hidden = self.model(self.caches.batch(work, num_decodes), self.caches.layers)
-        return self.model.compute_logits(hidden)
+        return self.model.vocabulary.gather(self.model.compute_logits(hidden))
 
 
 def load(path: Path, *, dtype: torch.dtype = torch.float32, **cache_options: int) -> Loaded:

@@ -1,19 +1,9 @@
-"""Sharded layers on two gloo processes against the same layers on one.
+"""What every rank of a group computes for `test_layers.py`: sharded layers on fixed inputs."""
 
-The file is also the program of the two processes: `python test_two_ranks.py RANK FOLDER`.
-"""
-
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from hybridserve.parallel.group import SINGLE, TensorParallelGroup, connect
+from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.heads import shard_heads
 from hybridserve.parallel.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from hybridserve.parallel.layers.linear import (
@@ -88,7 +78,7 @@ class Vocabulary(nn.Module):
         self.head = ParallelLMHead(VOCAB, HIDDEN, group, tied=self.embed if tied else None, **WHERE)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(token_ids))
+        return self.head.vocabulary.gather(self.head(self.embed(token_ids)))
 
 
 def results(group: TensorParallelGroup) -> dict[str, torch.Tensor]:
@@ -104,33 +94,3 @@ def results(group: TensorParallelGroup) -> dict[str, torch.Tensor]:
             "tied": filled(Vocabulary(group, tied=True))(every_token),
             "untied": filled(Vocabulary(group, tied=False))(every_token),
         }
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory) -> Iterator[list[dict[str, torch.Tensor]]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, __file__]
-    ranks = [subprocess.Popen([*command, str(rank), str(folder)]) for rank in range(2)]
-    try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    yield [torch.load(folder / f"{rank}.pt") for rank in range(2)]
-
-
-@pytest.mark.parametrize("layer", ["pair", "merged", "heads", "tied", "untied"])
-def test_two_ranks_equal_one(two_ranks, layer) -> None:
-    expected = results(SINGLE)[layer]
-    for result in two_ranks:
-        torch.testing.assert_close(result[layer], expected, rtol=1e-5, atol=1e-6)
-
-
-def main(rank: int, folder: Path) -> None:
-    group = connect(rank, 2, dist.FileStore(str(folder / "store"), 2))
-    torch.save(results(group), folder / f"{rank}.pt")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
