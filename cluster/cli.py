@@ -8,6 +8,7 @@ import sys
 
 import typer
 
+from hybridserve.cluster.cli_bench import bench
 from hybridserve.cluster.cli_generate import generate
 from hybridserve.cluster.cli_inspect import inspect
 from hybridserve.cluster.cli_serve import serve
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(inspect)
 app.command()(serve)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
