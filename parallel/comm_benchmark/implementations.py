@@ -34,9 +34,18 @@ class Implementation:
 _REGISTRY: dict[tuple[str, str], Implementation] = {}
 
 PLANNED = {
-    ("all_reduce", "one_shot"): "one-shot over symmetric memory: there is no kernel for it yet",
-    ("all_reduce", "two_shot"): "two-shot over symmetric memory: there is no kernel for it yet",
-    ("all_reduce", "one_shot_rms_norm"): "one-shot fused with residual and RMSNorm: there is no kernel yet",
+    (
+        "all_reduce",
+        "one_shot",
+    ): "one-shot: its kernel (kernels/all_reduce) is not wired to memory shared between processes yet",
+    (
+        "all_reduce",
+        "two_shot",
+    ): "two-shot: its kernel (kernels/all_reduce) is not wired to memory shared between processes yet",
+    (
+        "all_reduce",
+        "one_shot_rms_norm",
+    ): "one-shot with residual and RMSNorm: not wired to memory shared between processes yet",
 }
 """What belongs in the comparison and is not there, with what to tell the reader."""
 
