@@ -8,6 +8,7 @@ import sys
 
 import typer
 
+from hybridserve.cluster.cli_bench import bench
 from hybridserve.cluster.cli_generate import generate
 from hybridserve.cluster.cli_inspect import inspect
 from hybridserve.cluster.cli_plan import plan
@@ -23,6 +24,7 @@ app.command()(generate)
 app.command()(inspect)
 app.command()(plan)
 app.command()(serve)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

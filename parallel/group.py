@@ -47,16 +47,30 @@ class TensorParallelGroup:
         self.backend.allgather([parts], [x]).wait()
         return torch.cat(parts, dim)
 
+    def abort(self) -> None:
+        """End collectives that wait for a rank that is gone; callable from any thread. They raise, or return
+        what means nothing, and the group cannot be used any more."""
+        # gloo's end by themselves when a connection breaks
+        if dist.is_nccl_available() and isinstance(self.backend, dist.ProcessGroupNCCL):
+            self.backend.abort()
+
 
 SINGLE = TensorParallelGroup(rank=0, size=1)
 
 
 def connect(
-    rank: int, size: int, store: dist.Store, *, backend: str = "gloo", timeout_s: float = 60.0
+    rank: int,
+    size: int,
+    store: dist.Store,
+    *,
+    backend: str = "gloo",
+    timeout_s: float = 60.0,
+    address: str | None = None,
 ) -> TensorParallelGroup:
     """Meet the other ranks on `store` and return this rank's group.
 
-    The group is not registered as torch's default one: two replicas' groups can live in one process.
+    The group is not registered as torch's default one: two replicas' groups can live in one process. gloo
+    listens on `address`, by default on what the host's name resolves to.
 
     Raises:
         ValueError: `backend` is neither gloo nor nccl, or `rank` is not in [0, size).
@@ -67,7 +81,13 @@ def connect(
         return TensorParallelGroup(rank, size)
     timeout = timedelta(seconds=timeout_s)
     if backend == "gloo":
-        return TensorParallelGroup(rank, size, dist.ProcessGroupGloo(store, rank, size, timeout))
+        gloo = dist.ProcessGroupGloo._Options()
+        gloo._timeout = timeout
+        if address is None:
+            gloo._devices = [dist.ProcessGroupGloo.create_default_device()]
+        else:
+            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        return TensorParallelGroup(rank, size, dist.ProcessGroupGloo(store, rank, size, gloo))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return TensorParallelGroup(rank, size, dist.ProcessGroupNCCL(store, rank, size, options))

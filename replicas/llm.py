@@ -57,11 +57,15 @@ class LLM:
     ) -> None:
         """Load the model; the options are `EngineConfig`'s, `show_progress` draws a bar while weights load.
 
+        With a `tensor_parallel_size` above 1 this process computes one part of the model and starts others of
+        this machine for the rest, on GPUs one each; see `shutdown`.
+
         With `skip_tokenizer_init`, and always for a shape without weights, there is no tokenizer: prompts are
         token ids, and outputs have ids and no text.
 
         Raises:
             ValueError: an option is out of its bounds, or the checkpoint is missing, broken or unsupported.
+            RankFailure: another rank's process could not be started; names it and says why.
         """
         config = EngineConfig(
             model=str(model),
@@ -105,6 +109,13 @@ class LLM:
         self._default_params = default_params
         self._request_ids = itertools.count()
 
+    def shutdown(self) -> None:
+        """End the processes of other ranks, if there are any; it cannot answer prompts any more.
+
+        This also happens when the object is not used any more, and when the interpreter ends.
+        """
+        self._engine.shutdown()
+
     @property
     def engine(self) -> Engine:
         """For its limits and its load; requests go through `generate`."""
@@ -138,6 +149,7 @@ class LLM:
         Raises:
             ValueError: a prompt or its parameters cannot be served; the message names the prompt's index, and
                 nothing has run.
+            RankFailure: a process of another rank died or is stuck; names it. The object is of no use then.
         """
         listed = as_prompt_list(prompts)
         params = self._params_list(sampling_params, len(listed))

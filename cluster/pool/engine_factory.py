@@ -25,8 +25,9 @@ class CheckpointEngine:
         config = self.config
         if config.num_threads is None:
             # ray sets OMP_NUM_THREADS from the actor's logical CPUs, which say nothing of the machine; one
-            # core is left to the proxy and the ingress
-            config = replace(config, num_threads=max(1, len(os.sched_getaffinity(0)) - 1))
+            # core is left to the proxy and the ingress, the others are shared by the ranks
+            cores = len(os.sched_getaffinity(0)) - 1
+            config = replace(config, num_threads=max(1, cores // config.tensor_parallel_size))
         try:
             engine = build_engine(config)
         except ValueError as error:

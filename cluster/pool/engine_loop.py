@@ -18,6 +18,9 @@ from hybridserve.replicas.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+CHECK_S = 1.0
+"""How often an engine without work is asked whether it could do any."""
+
 
 class Engine(Protocol):
     """What the loop needs of an engine."""
@@ -34,6 +37,9 @@ class Engine(Protocol):
     def step(self) -> list[EngineOutput]: ...
 
     def has_unfinished(self) -> bool: ...
+
+    def check(self) -> None:
+        """Raises when no step can be made any more."""
 
     def load(self) -> EngineLoad: ...
 
@@ -128,7 +134,8 @@ class EngineLoop:
         busy = engine.has_unfinished()
         with self._changed:
             while not (busy or self._inbox or self._closing):
-                self._changed.wait()
+                if not self._changed.wait(CHECK_S):
+                    engine.check()
             messages = list(self._inbox)
             self._inbox.clear()
         for message in messages:

@@ -2,21 +2,29 @@
 
 import logging
 import os
+import weakref
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from hybridserve.kernels.linear_attention.replay import REPLAY_WINDOW
-from hybridserve.parallel.group import SINGLE
+from hybridserve.parallel.group import SINGLE, TensorParallelGroup
+from hybridserve.parallel.step_channel.board import Board, agree_on_least
+from hybridserve.parallel.step_channel.watch import RankFailure
 from hybridserve.replicas.arena.arena import Arena
 from hybridserve.replicas.arena.layout import ArenaLayout, plan_arena
 from hybridserve.replicas.engine.config import EngineConfig
 from hybridserve.replicas.engine.engine import Engine
+from hybridserve.replicas.engine.executor import Executor
 from hybridserve.replicas.engine.host_memory import keep_freed_memory
+from hybridserve.replicas.engine.local_ranks import LocalRanks
+from hybridserve.replicas.engine.sharded_executor import BLAME_S, ShardedExecutor
 from hybridserve.replicas.engine.sizing import Capacity, describe_capacity, plan_capacity
 from hybridserve.replicas.engine.startup import StartupReport
 from hybridserve.replicas.models.registry import build_model, fill_model
+from hybridserve.replicas.models.sharding import check_tp_size, shard_config
 from hybridserve.replicas.models.specs import ModelConfig
 from hybridserve.replicas.runner.runner import GraphLimits, Model, ModelRunner
 from hybridserve.replicas.runner.storage import ArenaStorage
@@ -33,6 +41,8 @@ CPU_CACHE_SHARE = 0.25
 
 Progress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all) while weights are read."""
+Wait = Callable[[Callable[[], bool]], None]
+"""Returns once what it is given is true, or raises."""
 
 
 @dataclass(frozen=True)
@@ -47,69 +57,168 @@ class Placement:
         return getattr(torch, self.dtype_name)
 
 
+@dataclass(frozen=True)
+class Shard:
+    """One rank of a model, ready to run plans."""
+
+    runner: ModelRunner
+    layout: ArenaLayout
+    capacity: Capacity
+    max_num_batched_tokens: int
+
+
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
     """Load the model, size and cut the arena, and return an engine ready for requests.
+
+    With a `tensor_parallel_size` above 1 this process is rank 0 and starts the others; `Engine.shutdown` ends
+    them, as does the engine's end.
 
     On a GPU the kernels are compiled while weights load, memory is sized by arithmetic and one real step of
     the largest kind, and decode steps are captured as CUDA graphs: no request waits for any of that.
 
     Raises:
         ValueError: the checkpoint, or an option for this machine, cannot be used; the message says which.
+        RankFailure: another rank could not be started; names it and says why.
     """
-    if config.tensor_parallel_size != 1:
-        raise ValueError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, but only 1 is supported yet"
-        )
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
     report = StartupReport()
     with report.part("config"):
         model_config = config.read_model_config()
         placement = resolve_placement(config, model_config)
+        check_tensor_parallel_size(config, model_config, placement)
+    if config.tensor_parallel_size == 1:
+        shard = build_shard(config, SINGLE, None, None, progress, report)
+        executor: Executor = shard.runner
+    else:
+        shard, executor = _build_ranks(config, placement, progress, report)
+    _log_capacity(config, shard.capacity, describe_capacity(shard.layout, shard.capacity))
+    logger.info(report.describe())
+    return Engine(
+        model_config,
+        Arena(shard.layout, shard.capacity.num_extents),
+        executor,
+        max_model_len=shard.capacity.max_model_len,
+        max_num_seqs=shard.capacity.max_num_seqs,
+        max_num_batched_tokens=shard.max_num_batched_tokens,
+        seed=config.seed,
+        startup_report=report,
+    )
+
+
+def _build_ranks(
+    config: EngineConfig, placement: Placement, progress: Progress | None, report: StartupReport
+) -> tuple[Shard, ShardedExecutor]:
+    """All ranks of a replica on this machine, this process being rank 0."""
+    with report.part("ranks"):
+        ranks = LocalRanks(config, rank_backend(placement.device))
+    try:
+        shard = build_shard(config, ranks.group, ranks.channel.board, ranks.wait, progress, report)
+        with report.part("ranks"):
+            ranks.finish_start()
+    except BaseException as error:
+        if isinstance(error, RuntimeError):
+            # it may be another rank's end that is felt here
+            ranks.watch.wait_for_failure(BLAME_S)
+        # the others wait for this rank, and would not see that they should end
+        ranks.stop(0.0)
+        if ranks.watch.failure is not None and not isinstance(error, RankFailure):
+            raise ranks.watch.failure.again() from error
+        raise
+    executor = ShardedExecutor(shard.runner, ranks.channel, ranks.watch, ranks.stop)
+    # also when the interpreter ends; the ranks know nothing of the executor, so it can be collected
+    weakref.finalize(executor, ranks.stop)
+    return shard, executor
+
+
+def build_shard(
+    config: EngineConfig,
+    group: TensorParallelGroup,
+    board: Board | None,
+    wait: Wait | None,
+    progress: Progress | None = None,
+    report: StartupReport | None = None,
+) -> Shard:
+    """Load one rank's part of the model and cut its arena; all ranks of a replica call it at once.
+
+    board, wait: by which ranks agree on the arena's size; None for a single rank.
+
+    Raises:
+        ValueError: as for `build_engine`.
+    """
+    report = report or StartupReport()
+    model_config = config.read_model_config()
+    placement = resolve_placement(config, model_config, group.rank)
     device = placement.device
+    if device.type == "cuda" and group.size > 1:
+        torch.cuda.set_device(device)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    elif device.type == "cpu" and group.size > 1:
+        # ranks of one machine share its cores
+        torch.set_num_threads(1)
     if device.type == "cpu":
         keep_freed_memory()
     with report.part("model"):
-        model = build_model(model_config, SINGLE, placement.dtype, device)
+        model = build_model(model_config, group, placement.dtype, device)
+    held = shard_config(model_config, group.rank, group.size)
     window = REPLAY_WINDOW if device.type == "cuda" else 0
-    layout = plan_arena(model_config.mixers, placement.dtype.itemsize, config.page_size, window)
+    layout = plan_arena(held.mixers, placement.dtype.itemsize, config.page_size, window)
     budget = config.max_num_batched_tokens or default_batched_tokens(device)
     preparation = None
     if device.type == "cuda":
-        preparation = Preparation(model, model_config, layout, placement, config, budget, report)
+        preparation = Preparation(model, held, layout, placement, config, budget, report)
     with report.part("weights"):
         fill_model(model, config.model, config.load_format, config.seed, progress)
     if preparation is not None:
         preparation.finish()
-    capacity = plan_capacity(
-        layout,
-        config.cache_memory_bytes or default_cache_bytes(device, config.gpu_memory_utilization, report),
-        model_max_len=model_config.max_position_embeddings,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
+    limits = {
+        "model_max_len": model_config.max_position_embeddings,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+    }
+    cache_bytes = config.cache_memory_bytes or default_cache_bytes(
+        device, config.gpu_memory_utilization, report, group.size
     )
+    capacity = plan_capacity(layout, cache_bytes, **limits)
+    if group.size > 1:
+        tag = zlib.crc32(repr(layout).encode())
+        least = agree_on_least(board, capacity.num_extents, tag, wait)
+        capacity = plan_capacity(layout, least * layout.extent_bytes, **limits)
     with report.part("arena"):
-        storage = ArenaStorage(layout, capacity.num_extents, model_config.mixers, placement.dtype, device)
+        storage = ArenaStorage(layout, capacity.num_extents, held.mixers, placement.dtype, device)
     report.memory["arena"] = storage.buffer.numel()
     runner = ModelRunner(model, storage, device, max_num_seqs=capacity.max_num_seqs)
     if device.type == "cuda" and not config.enforce_eager:
         with report.part("graphs"):
             before = torch.cuda.memory_reserved(device)
-            limits = GraphLimits(capacity.max_model_len, budget, placement.dtype)
-            report.graphs = runner.capture_graphs(limits)
+            graph_limits = GraphLimits(capacity.max_model_len, budget, placement.dtype)
+            report.graphs = runner.capture_graphs(graph_limits)
             report.memory["graphs"] = torch.cuda.memory_reserved(device) - before
-    _log_capacity(config, capacity, describe_capacity(layout, capacity))
-    logger.info(report.describe())
-    return Engine(
-        model_config,
-        Arena(layout, capacity.num_extents),
-        runner,
-        max_model_len=capacity.max_model_len,
-        max_num_seqs=capacity.max_num_seqs,
-        max_num_batched_tokens=budget,
-        seed=config.seed,
-        startup_report=report,
-    )
+    return Shard(runner, layout, capacity, budget)
+
+
+def rank_backend(device: torch.device) -> str:
+    """How ranks on such devices talk to each other."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def check_tensor_parallel_size(config: EngineConfig, model_config: ModelConfig, placement: Placement) -> None:
+    """Raise ValueError unless the model can be cut in so many and there is a device for each part."""
+    size = config.tensor_parallel_size
+    if size == 1:
+        return
+    try:
+        check_tp_size(model_config, size)
+    except ValueError as error:
+        raise ValueError(f"tensor_parallel_size is {size}, but {error}") from None
+    if placement.device.type == "cuda":
+        check_gpus(size, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def check_gpus(size: int, num_gpus: int, visible: str | None) -> None:
+    """Raise ValueError unless every rank has a GPU of its own; rank r has the r-th that is visible."""
+    if size > num_gpus:
+        why = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
+        raise ValueError(f"tensor_parallel_size is {size}, but torch sees {num_gpus} CUDA devices{why}")
 
 
 class Preparation:
@@ -174,30 +283,36 @@ def default_batched_tokens(device: torch.device) -> int:
     return GPU_BATCHED_TOKENS if device.type == "cuda" else CPU_BATCHED_TOKENS
 
 
-def resolve_placement(config: EngineConfig, model_config: ModelConfig) -> Placement:
-    """Settle "auto": a GPU if there is one; the checkpoint's dtype on a GPU, float32 on a CPU."""
+def resolve_placement(config: EngineConfig, model_config: ModelConfig, rank: int = 0) -> Placement:
+    """Settle "auto": a GPU if there is one, a rank the GPU of its number among those that are visible; the
+    checkpoint's dtype on a GPU, float32 on a CPU."""
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise ValueError("device is 'cuda', but torch sees no CUDA device")
-    device = torch.device("cuda" if available and config.device != "cpu" else "cpu")
+    on_gpu = available and config.device != "cpu"
+    device = torch.device("cuda" if on_gpu else "cpu")
+    if on_gpu and config.tensor_parallel_size > 1:
+        device = torch.device("cuda", rank)
     dtype = config.dtype
     if dtype == "auto":
         dtype = model_config.dtype if device.type == "cuda" else "float32"
     return Placement(device, dtype)
 
 
-def default_cache_bytes(device: torch.device, gpu_memory_utilization: float, report: StartupReport) -> int:
-    """Bytes for the arena when `cache_memory_bytes` is not given.
+def default_cache_bytes(
+    device: torch.device, gpu_memory_utilization: float, report: StartupReport, tp_size: int = 1
+) -> int:
+    """Bytes for a shard's arena when `cache_memory_bytes` is not given.
 
-    On a CPU a quarter of the free memory, at most 4 GiB. On a GPU what weights, workspace and graphs leave of
-    `gpu_memory_utilization` of the card.
+    On a CPU a quarter of the free memory, at most 4 GiB, for all shards together. On a GPU what weights,
+    workspace and graphs leave of `gpu_memory_utilization` of the card.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         reserved = report.memory["workspace"] + report.memory.get("graphs", 0)
         return int(free - total * (1 - gpu_memory_utilization)) - reserved
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(CPU_CACHE_LIMIT, int(free * CPU_CACHE_SHARE))
+    return min(CPU_CACHE_LIMIT, int(free * CPU_CACHE_SHARE)) // tp_size
 
 
 def _log_capacity(config: EngineConfig, capacity: Capacity, description: str) -> None:

@@ -34,6 +34,7 @@ class EngineConfig:
     """"auto": the checkpoint's on a GPU, float32 on a CPU."""
     device: str = "auto"
     tensor_parallel_size: int = 1
+    """Ranks that share the model, each a process of this machine; on GPUs rank r has the r-th visible one."""
     linear_attention_split: str = "heads"
     """What shards cut first of linear-attention layers: value "heads", or "head_v_dim", the channels of every
     head, at the price of a small all-reduce more a layer. What the one leaves is cut by the other."""
@@ -47,15 +48,15 @@ class EngineConfig:
     """None: 8,192 on a GPU, 2,048 on a CPU."""
     gpu_memory_utilization: float = 0.9
     cache_memory_bytes: int | None = None
-    """Bytes of the arena. None: on a GPU what `gpu_memory_utilization` leaves, on a CPU a quarter of the free
-    memory, at most 4 GiB."""
+    """Bytes of one rank's arena. None: on a GPU what `gpu_memory_utilization` leaves, on a CPU a quarter of
+    the free memory, at most 4 GiB, for all ranks together."""
     page_size: int = 16
     load_format: str = "auto"
     enforce_eager: bool = False
     """On a GPU: run decode steps without CUDA graphs, to look into them."""
     seed: int = 0
     num_threads: int | None = None
-    """CPU threads of one shard; None leaves torch's own choice."""
+    """CPU threads of one rank. None: torch's own choice for a single one, else 1."""
     hf_overrides: Mapping[str, object] = field(default_factory=dict)
     """Keys to replace in `config.json`."""
 

@@ -124,6 +124,16 @@ class Engine:
         self._steps += 1
         return outputs
 
+    def check(self) -> None:
+        """Raise where no step can be made any more, as another rank is dead or stuck; for idle times."""
+        self._executor.check()
+
+    def shutdown(self) -> None:
+        """Forget all requests and end the processes of other ranks, if there are any; no step may follow."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self._executor.shutdown()
+
     def load(self) -> EngineLoad:
         arena, scheduler = self.arena, self._scheduler
         return EngineLoad(

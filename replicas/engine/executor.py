@@ -1,4 +1,4 @@
-"""Who runs a step. `ModelRunner` does it in the engine's own process; shards elsewhere will do it as one."""
+"""Who runs a step: `ModelRunner` in the engine's own process, `ShardedExecutor` together with other ranks."""
 
 from typing import Protocol
 
@@ -23,3 +23,9 @@ class Executor(Protocol):
 
         The plan's own lists are read before this returns.
         """
+
+    def check(self) -> None:
+        """Raise where no plan can be run any more, as another rank is dead or stuck. Costs nothing."""
+
+    def shutdown(self) -> None:
+        """Give up what the executor holds outside of this process; no plan may follow."""

@@ -134,6 +134,12 @@ class ModelRunner:
         with flushed_denormals() if self._device.type == "cpu" else nullcontext():
             return self._run(plan)
 
+    def check(self) -> None:
+        """Nothing outside of this process could fail."""
+
+    def shutdown(self) -> None:
+        """There is nothing outside of this process."""
+
     def _run(self, plan: StepPlan) -> SubmittedStep:
         self._storage.copy(plan.copies)
         arrays = self._batcher.arrays(plan, self._draw_rows)

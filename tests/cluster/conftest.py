@@ -30,6 +30,7 @@ class FakeEngine:
         self.steps = 0
         self.running: dict[str, list[int]] = {}
         self.limits: dict[str, tuple[int, int]] = {}
+        self.dead: str | None = None
 
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
         if len(prompt_token_ids) > REFUSES_ABOVE:
@@ -44,6 +45,10 @@ class FakeEngine:
 
     def has_unfinished(self) -> bool:
         return bool(self.running)
+
+    def check(self) -> None:
+        if self.dead is not None:
+            raise RuntimeError(self.dead)
 
     def step(self) -> list[EngineOutput]:
         time.sleep(self.step_s)

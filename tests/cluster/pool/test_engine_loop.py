@@ -98,6 +98,9 @@ def test_refusals_and_bugs_end_one_request_only(run, recorder) -> None:
         def has_unfinished(self) -> bool:
             return False
 
+        def check(self) -> None:
+            pass
+
         def step(self) -> list[EngineOutput]:
             raise AssertionError("nothing to step")
 
@@ -136,3 +139,15 @@ def test_death_in_a_step_and_in_the_factory(run, recorder, fake_factory) -> None
     assert recorder.next("died") == ("died", "RuntimeError: the fake engine was told to die")
     run(fake_factory(error="model.path: nothing there"))
     assert recorder.next("died") == ("died", "ValueError: model.path: nothing there")
+
+
+def test_death_while_there_is_nothing_to_do(run, recorder, fake_factory, monkeypatch) -> None:
+    """A shard elsewhere may die at any time, and the next request should not have to find out."""
+    monkeypatch.setattr("hybridserve.cluster.pool.engine_loop.CHECK_S", 0.02)
+    built = fake_factory()()
+    run(lambda: built)
+    recorder.next("started")
+    time.sleep(0.1)
+    assert recorder.events.qsize() <= 1
+    built.engine.dead = "rank 1 of 2 was killed by SIGKILL"
+    assert recorder.next("died") == ("died", "RuntimeError: rank 1 of 2 was killed by SIGKILL")

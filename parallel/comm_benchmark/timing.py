@@ -1,0 +1,119 @@
+"""Times of replays, on the host's clock for a CPU and on the device's for a GPU, and which rank was slowest.
+
+Before each replay the ranks meet, so that a replay's time holds no waiting for a rank that is still busy with
+the one before; what is left of their skew is part of the time, as it is in a model.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from hybridserve.parallel.comm_benchmark.formulas import percentile
+from hybridserve.parallel.group import TensorParallelGroup
+
+Step = Callable[[], object]
+# long enough for the host to enqueue a replay before the device reaches it (about 50 µs)
+_HEAD_START_CYCLES = 100_000
+_BATCH = 100
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of the slowest rank of each replay."""
+
+    replays: int
+    p50_us: float
+    p90_us: float
+    p99_us: float
+
+    def as_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+class Meeting:
+    """Where the ranks wait for each other: a sum of one number, on a GPU in its stream."""
+
+    def __init__(self, group: TensorParallelGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self._token = torch.zeros(1, device=device)
+
+    def meet(self) -> None:
+        self.group.all_reduce(self._token)
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Per replay, the largest of all ranks' times; the same list on every rank."""
+        own = torch.tensor([list(seconds)], dtype=torch.float64, device=self.device)
+        return self.group.all_gather(own, 0).amax(0).tolist()
+
+
+def measure(
+    steps: Sequence[Step], meeting: Meeting, *, row_seconds: float, min_replays: int, max_replays: int
+) -> tuple[Times, ...]:
+    """Times of each of `steps`, one replay of each in turn, so that a drifting machine drifts for all.
+
+    The number of replays is what fits into `row_seconds` for all steps together, within the two limits.
+    """
+    warm_up = _replay(steps, meeting, min(3, min_replays))
+    once = sum(min(meeting.slowest(own)) for own in warm_up)
+    count = max(min_replays, min(max_replays, int(row_seconds / max(once, 1e-9))))
+    return tuple(_summary(meeting.slowest(own)) for own in _replay(steps, meeting, count))
+
+
+def _summary(seconds: Sequence[float]) -> Times:
+    p50, p90, p99 = (round(percentile(seconds, percent) * 1e6, 3) for percent in (50, 90, 99))
+    return Times(len(seconds), p50, p90, p99)
+
+
+def _replay(steps: Sequence[Step], meeting: Meeting, count: int) -> list[list[float]]:
+    """This rank's seconds, a list a step."""
+    replay = _replay_on_gpu if meeting.device.type == "cuda" else _replay_on_cpu
+    return replay(steps, meeting, count)
+
+
+def _replay_on_cpu(steps: Sequence[Step], meeting: Meeting, count: int) -> list[list[float]]:
+    seconds: list[list[float]] = [[] for _ in steps]
+    for _ in range(count):
+        for own, step in zip(seconds, steps, strict=True):
+            meeting.meet()
+            began = time.perf_counter()
+            step()
+            own.append(time.perf_counter() - began)
+    return seconds
+
+
+def _replay_on_gpu(steps: Sequence[Step], meeting: Meeting, count: int) -> list[list[float]]:
+    seconds: list[list[float]] = [[] for _ in steps]
+    for first in range(0, count, _BATCH):
+        marks = []
+        for _ in range(min(_BATCH, count - first)):
+            for own, step in zip(seconds, steps, strict=True):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda._sleep(_HEAD_START_CYCLES)
+                meeting.meet()
+                begin.record()
+                step()
+                end.record()
+                marks.append((own, begin, end))
+        torch.cuda.synchronize(meeting.device)
+        for own, begin, end in marks:
+            own.append(begin.elapsed_time(end) / 1e3)
+    return seconds
+
+
+def capture(step: Step) -> Step:
+    """`step` as a CUDA graph's replay. Other threads of the process may go on using the device."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's watchdog thread queries events meanwhile, which a capture for all threads would not survive
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
