@@ -392,9 +392,10 @@ def check_replay(shape: Shape, device: torch.device, steps: int, decay: float | 
     assert_as_good_as_plain(units.state[index], plain_state, exact_state)
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 2), Shape(1, 2, dtype=HALF), Shape(1, 2, 48, 40)])
+@pytest.mark.parametrize("shape", [Shape(1, 2), Shape(1, 2, 48, 40)])
 def test_replay(device, shape):
-    check_replay(shape, device, 24)
+    # more than a window; other dtypes are for a GPU, below
+    check_replay(shape, device, 20)
 
 
 @pytest.mark.parametrize("decay", [-1e4, -8.0])
