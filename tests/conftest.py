@@ -62,6 +62,15 @@ def on_ranks(tmp_path_factory) -> Iterator[Callable[..., list[Any]]]:
             host.stdin.close()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers (pytest-xdist), a file's tests share one, and all that start Ray share one."""
+    root = Path(__file__).parent
+    for item in items:
+        path = item.path.relative_to(root)
+        group = "ray" if path.parts[0] in ("cluster", "packaging") else str(path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 def pytest_configure() -> None:
     """Without a GPU, Triton's kernels run in its interpreter; it must know before it is imported."""
     import torch
