@@ -7,15 +7,16 @@ exist only while they are asked for, as a layer of 512 experts has over 1,500 of
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import nn
 
-from hybridserve.parallel.weights.parameter import LoadedParameter, ShardedParameter
+from hybridserve.parallel.weights.parameter import ShardedParameter
 
 Pieces = Callable[[torch.Tensor], Iterator[tuple[str, ShardedParameter]]]
 """The parameter's data -> (checkpoint name below the parameter's module, the view that it fills) pairs, which
 together cover the data."""
 
 
-class GroupedParameter(LoadedParameter):
+class GroupedParameter(nn.Parameter):
     """Frozen weights of one shard, filled piece by piece."""
 
     pieces: Pieces

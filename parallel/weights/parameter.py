@@ -6,7 +6,7 @@ files (it reads through `TensorSource`) and nothing of models.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -75,18 +75,19 @@ def head_ranges(heads: Iterable[int], stride: int, width: int, base: int = 0) ->
     return joined_ranges((base + head * stride for head in heads), width)
 
 
-class LoadedParameter(nn.Parameter):
-    """Frozen weights that know which checkpoint tensors fill them."""
+@runtime_checkable
+class LoadedParameter(Protocol):
+    """A parameter that knows which checkpoint tensors fill it."""
 
     def parts(self, name: str) -> Iterator[tuple[str, "ShardedParameter", str]]:
         """(tensor's name, what it fills, which section of that), where `name` is the parameter's own.
 
         Names are the model's; the loader renames them to the checkpoint's.
         """
-        raise NotImplementedError
+        ...
 
 
-class ShardedParameter(LoadedParameter):
+class ShardedParameter(nn.Parameter):
     """Frozen weights of one shard, made of the cuts of one or more checkpoint tensors along one dimension.
 
     `sections` maps the name of a checkpoint module (its last part: "q_proj") to its cut, in the parameter's

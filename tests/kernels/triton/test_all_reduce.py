@@ -102,7 +102,7 @@ def test_a_message_that_does_not_fit_is_refused(device):
         one_shot_all_reduce(ranks.memory[0], (2, 64), torch.float32, 0)
 
 
-@pytest.mark.skipif(not CUDA, reason="needs ranks that run at once")
+@pytest.mark.skipif(not CUDA, reason="needs a GPU: ranks that run at once")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_that_run_at_once_wait_for_each_other(world_size, device):
     """Many calls in a row, captured too; a rank that is late holds the others up and spoils nothing."""
