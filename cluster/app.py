@@ -10,7 +10,8 @@ from ray.serve import Application
 from hybridserve.cluster.ingress.deployment import build_ingress
 from hybridserve.cluster.plan import check_shards
 from hybridserve.cluster.pool.deployment import build_pool
-from hybridserve.cluster.settings import AppSettings, load_settings
+from hybridserve.cluster.settings import AppSettings
+from hybridserve.cluster.settings_reading import load_settings
 
 
 def build_app(args: dict[str, object]) -> Application:

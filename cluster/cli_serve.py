@@ -22,7 +22,8 @@ from hybridserve.cluster.cli_plan import print_plan
 from hybridserve.cluster.plan import check_shards
 from hybridserve.cluster.serve_file import read_application
 from hybridserve.cluster.serve_process import ServeProcess
-from hybridserve.cluster.settings import AppSettings, load_settings
+from hybridserve.cluster.settings import AppSettings
+from hybridserve.cluster.settings_reading import load_settings
 
 _POLL_S = 0.2
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import yaml
 
-from hybridserve.cluster.settings import AppSettings, parse_settings
+from hybridserve.cluster.settings import AppSettings
+from hybridserve.cluster.settings_reading import parse_settings
 
 BUILDER = "hybridserve.cluster.app:build_app"
 

@@ -3,7 +3,6 @@
 Owns what a user may write; an unknown or bad key is an error that names it. Knows nothing of Ray or torch.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -290,58 +289,12 @@ def _merge_serving(serving: ServingSettings, pool: PoolSettings) -> ServingSetti
     try:
         return ServingSettings.model_validate({**serving.model_dump(exclude_unset=True), **pool.serving})
     except ValidationError as error:
-        what = "; ".join(_describe(one, f"pools ({pool.name}).serving.") for one in error.errors())
+        what = "; ".join(describe_error(one, f"pools ({pool.name}).serving.") for one in error.errors())
         raise ValueError(what) from None
 
 
-def in_settings_words(message: str) -> str:
-    """An engine's message with its options' names as they stand in the YAML."""
-    words = {
-        "cache_memory_bytes": "serving.cache_memory",
-        "gpu_memory_utilization": "serving.gpu_memory_utilization",
-        "max_model_len": "model.max_context_length",
-        "max_num_batched_tokens": "serving.max_num_batched_tokens",
-        "max_num_seqs": "serving.max_batch_size",
-        "tensor_parallel_size": "parallel.tensor_parallel_size",
-    }
-    return re.sub(rf"\b({'|'.join(words)})\b", lambda found: words[found[0]], message)
-
-
-def parse_settings(args: object) -> AppSettings:
-    """Settings from YAML `args`; the model's path is not looked at.
-
-    Raises:
-        ValueError: a key is unknown, missing or has a bad value; each is named.
-    """
-    if not isinstance(args, Mapping):
-        raise ValueError(f"bad configuration: args must be a mapping of keys to values, got {args!r}")
-    try:
-        return AppSettings.model_validate(dict(args))
-    except ValidationError as error:
-        raise ValueError("bad configuration: " + "; ".join(map(_describe, error.errors()))) from None
-
-
-def load_settings(args: object, base: Path) -> AppSettings:
-    """Settings from YAML `args`, the model's path made absolute against `base`.
-
-    Raises:
-        ValueError: a key is unknown, missing or has a bad value (each is named), or the model is not there.
-    """
-    settings = parse_settings(args)
-    path = (base / Path(settings.model.path).expanduser()).resolve()
-    if path.is_file():
-        raise ValueError(
-            f"bad configuration: model.path {settings.model.path!r} is a file; a server needs the folder of "
-            "a checkpoint, with its tokenizer"
-        )
-    if not (path / "config.json").is_file():
-        raise ValueError(
-            f"bad configuration: model.path {settings.model.path!r}: there is no {path}/config.json"
-        )
-    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(path)})})
-
-
-def _describe(error: Mapping[str, object], section: str = "") -> str:
+def describe_error(error: Mapping[str, object], section: str = "") -> str:
+    """One of pydantic's errors with its key, below `section`, and the value."""
     key = section + ".".join(map(str, error["loc"]))
     message = str(error["msg"]).removeprefix("Value error, ")
     if not key:

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass, replace
 
 from hybridserve.cluster.pool.engine_loop import BuiltEngine
-from hybridserve.cluster.settings import in_settings_words
+from hybridserve.cluster.settings_reading import in_settings_words
 from hybridserve.replicas.engine.config import EngineConfig
 
 

@@ -6,7 +6,7 @@ import pytest
 from ray.serve._private.build_app import build_app as build_deployments
 
 from hybridserve.cluster.app import build_app, resolve_device
-from hybridserve.cluster.settings import load_settings
+from hybridserve.cluster.settings_reading import load_settings
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridserve.cluster.settings import AppSettings, PoolSettings, in_settings_words, load_settings
+from hybridserve.cluster.settings import AppSettings, PoolSettings
+from hybridserve.cluster.settings_reading import in_settings_words, load_settings
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hybridserve.cluster.pool.interface import GenerationRequest
 from hybridserve.cluster.pool.replica import EngineActorOptions, PoolReplica
 from hybridserve.cluster.routing.cost import Cost
 from hybridserve.cluster.routing.registry import pool_loads
-from hybridserve.cluster.settings import parse_settings
+from hybridserve.cluster.settings_reading import parse_settings
 from hybridserve.replicas.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("ray_instance")]
