@@ -2,7 +2,9 @@
 
 import os
 import pickle
+import random
 import select
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,6 +34,31 @@ def repo_root() -> Path:
 def demo_model(repo_root: Path) -> Path:
     """Folder of the demo checkpoint."""
     return repo_root / "configs" / "demo-model"
+
+
+# above what Ray gives its workers (10002 to 19999), below what the system gives who asks for any port: with
+# either, a port that is free now may be another process' by the time a server has started
+_PORTS = range(20000, 32768)
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    """free_port(): of this machine, never the same twice."""
+    untried = random.SystemRandom().sample(_PORTS, len(_PORTS))
+
+    def find() -> int:
+        while untried:
+            port = untried.pop()
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(("127.0.0.1", port))
+                except OSError:
+                    continue
+            return port
+        pytest.fail(f"no port of {_PORTS} is free")
+
+    return find
 
 
 RANK_TIMEOUT_S = 120

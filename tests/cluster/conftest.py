@@ -1,7 +1,6 @@
 """A small engine without a model, and one Ray instance for all tests that need one."""
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -94,16 +93,13 @@ def fake_factory() -> Callable[..., FakeFactory]:
 
 
 @pytest.fixture(scope="session")
-def ray_instance() -> Iterator[None]:
+def ray_instance(free_port: Callable[[], int]) -> Iterator[None]:
     """Ray with enough logical CPUs for everything the tests start, and Serve on a free port."""
     # imported here: most tests of the cluster room need no Ray, and it takes two seconds
     import ray
     from ray import cloudpickle, serve
 
     cloudpickle.register_pickle_by_value(sys.modules[FakeFactory.__module__])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     ray.init(
         num_cpus=8,
         include_dashboard=False,
@@ -111,7 +107,7 @@ def ray_instance() -> Iterator[None]:
         configure_logging=False,
         log_to_driver=False,
     )
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.start(http_options={"host": "127.0.0.1", "port": free_port()})
     yield
     serve.shutdown()
     ray.shutdown()

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,12 +23,6 @@ STOP_S = 60
 CONTEXT = 2048
 
 Offline = Callable[..., list[list[CompletionOutput]]]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def process_table() -> dict[int, tuple[int, str]]:
@@ -190,7 +183,7 @@ def new_server(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Ite
 
 
 @pytest.fixture(scope="session")
-def server(new_server: Callable[..., Server]) -> Server:
+def server(new_server: Callable[..., Server], free_port: Callable[[], int]) -> Server:
     """`serve run`, tokens by the bus; started by `idle`, as another test may have stopped it."""
     return new_server([sys.executable, "-m", "ray.serve.scripts", "run"], free_port())
 
