@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from hybridserve.cluster.simulation.outcomes import Figures, Quantiles
+from hybridserve.cluster.simulation.sweep import Sweep, best_way
 
 
 def figures_table(runs: Mapping[str, Figures], title: str) -> Table:
@@ -84,4 +85,56 @@ def draw_figures(runs: Mapping[str, Figures], path: Path, title: str) -> None:
         axis.grid(alpha=0.3, axis="y")
     axes[0].legend(fontsize="small")
     figure.suptitle(title)
+    figure.savefig(path)
+
+
+def sweep_table(swept: Sweep) -> Table:
+    """A row a way, the best one marked."""
+    merged = swept.ways[0]
+    title = f"first tokens, p99 in ms; in brackets, of the merged pool's; short: up to {swept.short:,} tokens"
+    table = Table(title=title, title_justify="left")
+    table.add_column("cut")
+    for name in ("short + long", "short", "up to the cut", "above it", "all", "tokens/s", "served"):
+        table.add_column(name, justify="right")
+    for way in swept.ways:
+        best = "* " if way is swept.best else ""
+        table.add_row(
+            f"{best}{'merged' if way.cut is None else f'{way.cut:,}'}",
+            f"{way.short_replicas} + {way.long_replicas}" if way.cut is not None else f"{way.short_replicas}",
+            _beside(way.short_p99_s, merged.short_p99_s),
+            _beside(way.bucket_p99_s, way.bucket_merged_p99_s),
+            _beside(way.long_p99_s, way.long_merged_p99_s),
+            _beside(way.all_p99_s, merged.all_p99_s),
+            f"{way.tokens_per_s:,.0f} ({way.tokens_per_s / merged.tokens_per_s:.1%})",
+            f"{way.served_share:.1%}",
+        )
+    return table
+
+
+def _beside(seconds: float | None, merged: float | None) -> str:
+    if seconds is None:
+        return "-"
+    share = f" ({seconds / merged:.2f})" if merged else ""
+    return f"{seconds * 1e3:,.0f}{share}"
+
+
+def draw_sweep(swept: Sweep, path: Path) -> None:
+    """First tokens of short and of all requests against the cut, of each cut's best split."""
+    from matplotlib.figure import Figure
+
+    merged = swept.ways[0]
+    cuts = sorted({way.cut for way in swept.ways if way.cut is not None})
+    best = [best_way([merged, *(way for way in swept.ways if way.cut == cut)], swept.floor) for cut in cuts]
+    found = [way for way in best if way is not None]
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axis = figure.subplots()
+    for label, attribute, colour in (("short", "short_p99_s", "C0"), ("all", "all_p99_s", "C1")):
+        values = [1e3 * getattr(way, attribute) for way in found]
+        axis.plot([way.cut for way in found], values, "o-", color=colour, label=f"{label}, two buckets")
+        of_merged = getattr(merged, attribute)
+        if of_merged is not None:
+            axis.axhline(1e3 * of_merged, color=colour, linestyle="--", label=f"{label}, merged")
+    axis.set(xlabel="cut, tokens of prompt and answer", ylabel="p99 to the first token, ms", yscale="log")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")
     figure.savefig(path)

@@ -41,6 +41,7 @@ from hybridserve.cluster.simulation.tables import (  # noqa: E402
     draw_figures,
     figures_json,
     figures_table,
+    milliseconds,
 )
 from hybridserve.replicas.text.tokenizer import Tokenizer  # noqa: E402
 
@@ -186,13 +187,9 @@ def main() -> None:
     table = {name: found for name, (_, found, _) in runs.items()}
     console.print(figures_table(table, heading))
     for name, (measured, _, client) in runs.items():
-        gaps = quantiles(measured.gaps_s)
-        told = (
-            "none"
-            if gaps.p50 is None
-            else f"{gaps.p50 * 1e3:.1f} / {gaps.p90 * 1e3:.1f} / {gaps.p99 * 1e3:.1f} ms"
-        )
-        console.print(f"{name}: gaps between events {told}; {client.line()}", highlight=False, soft_wrap=True)
+        gaps = milliseconds(quantiles(measured.gaps_s))
+        told = f"{name}: gaps between events {gaps} ms; {client.line()}"
+        console.print(told, highlight=False, soft_wrap=True)
     if args.json:
         content = {"heading": heading, "runs": {name: as_json(*one) for name, one in runs.items()}}
         args.json.write_text(json.dumps(content, indent=1))
