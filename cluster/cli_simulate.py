@@ -6,7 +6,7 @@ Owns the options and the tables. Starts no Ray, reads no weights, imports no tor
 import json
 import random
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -88,7 +88,6 @@ def simulate(
         gpu_bytes=parse_size("gpu_memory", gpu_memory),
         overhead_s=overhead_ms / 1e3,
         start_s=start_s,
-        says_max_tokens=not silent_clients,
     )
     shape = workload.Shape(
         scale, scale if answer_scale is None else answer_scale, max_tokens, settings.model.max_context_length
@@ -102,6 +101,8 @@ def simulate(
         else workload.poisson(rows, count, rate, rng)
     )
     load = workload.with_priorities(load, workload.parse_priorities(priority), rng)
+    if silent_clients:
+        load = [replace(one, says_max_tokens=False) for one in load]
     console = _console()
     _say(console, f"steps: {file.name} ({file.source})")
     for what, ms, by_curve in curve_errors(file, fitted):
@@ -207,8 +208,8 @@ def _sweep(
     share, tokens = best.short_p99_s / merged.short_p99_s, best.tokens_per_s / merged.tokens_per_s
     _say(
         console,
-        f"cut at {best.cut:,}, {best.short_replicas} replicas below and {best.long_replicas} above: requests up "
-        f"to {swept.short:,} tokens have their first token in {best.short_p99_s * 1e3:,.0f} ms (p99), "
+        f"cut at {best.cut:,}, {best.short_replicas} replicas below and {best.long_replicas} above: requests "
+        f"up to {swept.short:,} tokens have their first token in {best.short_p99_s * 1e3:,.0f} ms (p99), "
         f"{share:.2f} of the merged pool's {merged.short_p99_s * 1e3:,.0f}, at {tokens:.1%} of its tokens/s",
     )
     return swept

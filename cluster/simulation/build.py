@@ -28,7 +28,6 @@ class Assumptions:
     overhead_s: float = 0.0
     start_s: float = 20.0
     """From a decision to a replica that serves."""
-    says_max_tokens: bool = True
     num_gpus: float | None = None
     """Of the cluster; None: as many as all pools' most replicas take."""
 
@@ -61,7 +60,6 @@ def cluster_model(settings: AppSettings, curve: StepCurve, given: Assumptions) -
         num_ingress=settings.ingress.num_replicas,
         dispatch_s=given.dispatch_s,
         overhead_s=given.overhead_s,
-        says_max_tokens=given.says_max_tokens,
     )
 
 

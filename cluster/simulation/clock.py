@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class VirtualClock:
-    """Seconds since the simulation began, called like `time.monotonic`; events of one time keep their order."""
+    """Seconds since the simulation began, called like `time.monotonic`; events keep their order."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -20,7 +20,7 @@ from hybridserve.cluster.scaling.gpu_ledger import GpuLedger
 from hybridserve.cluster.simulation.clock import VirtualClock
 from hybridserve.cluster.simulation.engine import EngineModel
 from hybridserve.cluster.simulation.outcomes import Outcome
-from hybridserve.cluster.simulation.pool import SimulatedPool
+from hybridserve.cluster.simulation.pool import Chooser, SimulatedPool, choose_by_loads
 from hybridserve.cluster.simulation.replica import Flight
 from hybridserve.cluster.simulation.scaling import PoolScaler, Scaling
 from hybridserve.cluster.simulation.workload import Arrival
@@ -52,8 +52,6 @@ class ClusterModel:
     overhead_s: float = 0.0
     report_s: float = 0.05
     """The longest that rows go on without a report; a real engine sends one each step."""
-    says_max_tokens: bool = True
-    """Whether clients say how long their answers may be."""
 
 
 @dataclass(frozen=True)
@@ -85,24 +83,25 @@ class ClusterRun:
 class SimulatedCluster:
     """One simulation; run once. Equal models, arrivals and seeds give equal runs."""
 
-    def __init__(self, model: ClusterModel, seed: int = 0) -> None:
+    def __init__(self, model: ClusterModel, seed: int = 0, choose: Chooser = choose_by_loads) -> None:
+        self.clock = VirtualClock()
         self._model = model
-        self._clock = VirtualClock()
+        self._choose = choose
         self._rng = random.Random(seed)
         self._left = 0
         self._outcomes: list[Outcome] = []
         self._ended_s = 0.0
-        self._pools = {one.spec.name: self._make_pool(one) for one in model.pools}
+        self.pools = {one.spec.name: self._make_pool(one) for one in model.pools}
         self._routed = [self._route_to_all() for _ in range(model.num_ingress)]
         self._routers = [LengthRouter(routed) for routed in self._routed]
         self._scalers: list[PoolScaler] = []
         claims = GpuLedger()
         claims.seed({one.spec.name: one.claimed_gpus for one in model.pools})
         for one in model.pools:
-            pool = self._pools[one.spec.name]
+            pool = self.pools[one.spec.name]
             pool.scale_to(one.spec.replicas.min, 0.0)
             if one.scaling is not None:
-                self._scalers.append(PoolScaler(pool, one.scaling, self._clock, claims))
+                self._scalers.append(PoolScaler(pool, one.scaling, self.clock, claims))
 
     def run(self, arrivals: Sequence[Arrival]) -> ClusterRun:
         """Send all arrivals, and go on until the last has ended."""
@@ -110,27 +109,32 @@ class SimulatedCluster:
         self._send_next(iter(enumerate(sorted(arrivals, key=lambda one: one.at_s))))
         if not arrivals:
             self._stop()
-        self._clock.run()
+        self.clock.run()
         assert self._left == 0, f"{self._left} requests never ended"
-        pools = tuple(self._pool_run(pool) for pool in self._pools.values())
-        num_steps = sum(pool.num_steps for pool in self._pools.values())
-        return ClusterRun(self._outcomes, pools, self._ended_s, self._clock.num_events, num_steps)
+        pools = tuple(self._pool_run(pool) for pool in self.pools.values())
+        num_steps = sum(pool.num_steps for pool in self.pools.values())
+        return ClusterRun(self._outcomes, pools, self._ended_s, self.clock.num_events, num_steps)
+
+    def is_over(self) -> bool:
+        """Whether every request has ended."""
+        return not self._left
 
     def _make_pool(self, model: PoolModel) -> SimulatedPool:
         return SimulatedPool(
             model.spec,
             model.engine,
-            self._clock,
+            self.clock,
             self._model.dispatch_s,
             self._model.report_s,
-            lambda flight, end: self._end(flight.outcome(self._clock.now, end)),
+            lambda flight, end: self._end(flight.outcome(self.clock.now, end)),
+            self._choose,
         )
 
     def _route_to_all(self) -> list[RoutedPool]:
         """The pools as one ingress has them."""
         routed = []
-        for pool in self._pools.values():
-            loads = PoolLoads(random.Random(self._rng.random()), self._clock)
+        for pool in self.pools.values():
+            loads = PoolLoads(random.Random(self._rng.random()), self.clock)
             pool.ingresses.append(loads)
             admission = Admission(pool.spec.name, pool.spec.limits, self._model.num_ingress)
             # only `generate` talks to clients, which nobody calls here
@@ -141,28 +145,27 @@ class SimulatedCluster:
         # one at a time: a million waiting events would make each slower
         following = next(arrivals, None)
         if following is not None:
-            self._clock.at(following[1].at_s, self._arrive, *following, arrivals)
+            self.clock.at(following[1].at_s, self._arrive, *following, arrivals)
 
     def _arrive(self, index: int, arrival: Arrival, arrivals: Iterator[tuple[int, Arrival]]) -> None:
         self._send_next(arrivals)
         ingress = self._rng.randrange(self._model.num_ingress)
-        stated = arrival.answer_tokens if self._model.says_max_tokens else None
-        length = arrival.prompt_tokens + (stated or 0)
+        stated = arrival.answer_tokens if arrival.says_max_tokens else None
         cost = cost_of(arrival.prompt_tokens, None, stated)
-        flight = Flight(str(index), arrival, length, cost, ingress)
+        flight = Flight(str(index), arrival, cost, ingress)
         request = GenerationRequest(flight.name, (), _PARAMS, stated, arrival.priority)
         try:
             pool = self._routers[ingress].admit(request, cost)
         except PoolBusy as busy:
-            self._end(flight.outcome(self._clock.now, f"429 {busy.reason}"))
+            self._end(flight.outcome(self.clock.now, f"429 {busy.reason}"))
             return
         # prompts of a trace have no text to begin alike
         pool.loads.book(flight.name, cost)
-        self._pools[pool.spec.name].send(flight)
+        self.pools[pool.spec.name].send(flight)
 
     def _end(self, outcome: Outcome) -> None:
         self._left -= 1
-        self._ended_s = self._clock.now
+        self._ended_s = self.clock.now
         extra = self._model.overhead_s
         if outcome.first_token_s is not None and extra:
             first, end = outcome.first_token_s + extra, outcome.end_s + extra
@@ -184,7 +187,7 @@ class SimulatedCluster:
         return PoolRun(
             pool.spec.name,
             pool.most_wanted,
-            seconds / self._clock.now if self._clock.now else 0.0,
+            seconds / self.clock.now if self.clock.now else 0.0,
             pool.busy_s / seconds if seconds else 0.0,
             pool.num_preemptions,
             dict(decisions),

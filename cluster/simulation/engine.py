@@ -96,8 +96,8 @@ class SimulatedEngine:
         self._clock = clock
         self._on_news = on_news
         self._report_s = report_s
-        self._arrived: deque[Sequence] = deque()
-        """Since the running step began."""
+        self._arrived: deque[tuple[float, Sequence]] = deque()
+        """Since steps were planned last, and when."""
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         """Oldest first."""
@@ -115,6 +115,8 @@ class SimulatedEngine:
         self._step_s = 0.0
         self._planned = 0
         """Steps from `_began` on; 0: idle."""
+        self._just_ended: tuple[int, float] = (0, 0.0)
+        """Sequences that the last step ended, and what they held of the arena."""
         self._version = 0
 
     @property
@@ -129,6 +131,14 @@ class SimulatedEngine:
     def rows(self) -> int:
         return len(self._rows)
 
+    def remaining_tokens(self) -> int:
+        """What is really left to compute, prompts and answers, of all requests here."""
+        left = sum(one.answer_tokens - one.made - self.num_steps + one.since for one in self._rows)
+        arrived = (one for _, one in self._arrived)
+        for one in itertools.chain(arrived, self._waiting, self._prefilling):
+            left += one.total - one.computed + one.answer_tokens - one.made
+        return left
+
     def submit(self, sequence: Sequence) -> None:
         """Take a request in now.
 
@@ -142,9 +152,9 @@ class SimulatedEngine:
                 f"of {needed:.0f} tokens, this one has {self.model.arena_tokens:.0f}"
             )
         sequence.total = sequence.prompt_tokens
-        self._arrived.append(sequence)
+        self._arrived.append((self._clock.now, sequence))
         if not self._planned:
-            self._begin()
+            self._begin(self._clock.now)
         elif self._planned > 1:
             self._cut_short()
 
@@ -159,16 +169,17 @@ class SimulatedEngine:
             self._planned = steps
             self._end_at(self._began + steps * self._step_s)
 
-    def _begin(self) -> None:
-        """Plan and begin the next step, or wait for work."""
-        if not self.model.overlaps:
-            self._take_arrived()
+    def _begin(self, known_s: float) -> None:
+        """Plan and begin the next step, or wait for work. Who came after `known_s` is not known yet."""
+        while self._arrived and self._arrived[0][0] <= known_s:
+            self._waiting.append(self._arrived.popleft()[1])
         self._plan()
-        if self.model.overlaps:
-            self._take_arrived()
-            if not self._chunks and not self._rows:
-                # nothing ran, so nothing was planned without them
-                self._plan()
+        self._just_ended = (0, 0.0)
+        if not self._chunks and not self._rows and (self._arrived or self._waiting):
+            # nothing could be planned ahead, so it is planned now
+            self._waiting.extend(one for _, one in self._arrived)
+            self._arrived.clear()
+            self._plan()
         rows, tokens = len(self._rows), sum(count for _, count in self._chunks)
         if not rows and not tokens:
             assert not self._waiting, "requests wait but none can be scheduled"
@@ -184,10 +195,6 @@ class SimulatedEngine:
             self._step_s = self.model.curve.decode_s(rows, context)
         self._end_at(self._began + self._planned * self._step_s)
 
-    def _take_arrived(self) -> None:
-        self._waiting.extend(self._arrived)
-        self._arrived.clear()
-
     def _end_at(self, time_s: float) -> None:
         self._version += 1
         self._clock.at(time_s, self._end, self._version)
@@ -197,8 +204,8 @@ class SimulatedEngine:
         while self._ends and not self._is_current(self._ends[0]):
             heapq.heappop(self._ends)
         steps = self._ends[0][0] - self.num_steps
-        newcomers = self._arrived or (self.model.overlaps and self._waiting)
-        if newcomers and len(self._running) < self.model.max_num_seqs:
+        if self.model.overlaps and (self._arrived or self._waiting):
+            # the next step may take them in, as what ended of late is free by then
             return 1
         if self._step_s > 0:
             steps = min(steps, int(self._report_s / self._step_s))
@@ -216,6 +223,8 @@ class SimulatedEngine:
         self.num_steps += steps
         self._context += rows * steps
         self.used_tokens += rows * steps
+        # a step is planned when the one before it begins, where steps overlap
+        known_s = self._clock.now - self._step_s if self.model.overlaps else self._clock.now
         news = News()
         while self._ends and self._ends[0][0] <= self.num_steps:
             end = heapq.heappop(self._ends)
@@ -226,10 +235,13 @@ class SimulatedEngine:
             news.grown.append((one, made - one.reported))
             one.reported = made
         self._end_chunks(news)
+        held = self.used_tokens
         for one in news.ended:
             self._remove(one)
+        if self.model.overlaps:
+            self._just_ended = (len(news.ended), held - self.used_tokens)
         self._on_news(news)
-        self._begin()
+        self._begin(known_s)
 
     def _end_chunks(self, news: News) -> None:
         for one, count in self._chunks:
@@ -254,6 +266,8 @@ class SimulatedEngine:
     def _plan(self) -> None:
         """Choose the chunks of the next step; all decode rows are in it."""
         preemptions = self.num_preemptions
+        # what is planned ahead does not know yet that they have ended
+        ended, ended_tokens = self._just_ended
         while self.used_tokens + len(self._rows) > self.model.arena_tokens:
             self._preempt()
         budget = self.model.max_num_batched_tokens - len(self._rows)
@@ -265,14 +279,15 @@ class SimulatedEngine:
         while (
             self._waiting
             and budget > 0
-            and len(self._running) < self.model.max_num_seqs
+            and len(self._running) + ended < self.model.max_num_seqs
             and self.num_preemptions == preemptions
         ):
             one = self._waiting[0]
             count = chunk_tokens(0, one.total, budget, not self._chunks)
             held = self.model.unit_tokens + one.total
             # beside what the running ones will need next
-            if not count or self.used_tokens + held + len(self._running) > self.model.arena_tokens:
+            used = self.used_tokens + ended_tokens + len(self._running)
+            if not count or used + held > self.model.arena_tokens:
                 break
             self._waiting.popleft()
             self._running.append(one)

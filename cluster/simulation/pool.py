@@ -10,11 +10,20 @@ from hybridserve.cluster.simulation.clock import VirtualClock
 from hybridserve.cluster.simulation.engine import EngineModel
 from hybridserve.cluster.simulation.replica import Flight, SimulatedReplica
 
+Chooser = Callable[["SimulatedPool", Flight], str]
+"""The name of the replica that gets a request, one of `SimulatedPool.up`."""
+
+
+def choose_by_loads(pool: "SimulatedPool", flight: Flight) -> str:
+    """As Serve's request router does for us."""
+    return pool.ingresses[flight.ingress].choose(pool.up, flight.name)[0]
+
 
 class SimulatedPool:
     """The replicas of one pool.
 
     Args:
+        choose: which replica gets a request.
         dispatch_s: from the choice of a replica to the request's arrival there.
         on_end: called with every request that ends, and how.
     """
@@ -27,6 +36,7 @@ class SimulatedPool:
         dispatch_s: float,
         report_s: float,
         on_end: Callable[[Flight, str], None],
+        choose: Chooser,
     ) -> None:
         self.spec = spec
         self.ingresses: list[PoolLoads] = []
@@ -43,9 +53,11 @@ class SimulatedPool:
         self._dispatch_s = dispatch_s
         self._report_s = report_s
         self._on_end = on_end
-        self._up: list[str] = []
-        self._replicas: dict[str, SimulatedReplica] = {}
-        """Up, and draining."""
+        self._choose = choose
+        self.up: list[str] = []
+        """Names of the replicas that take requests."""
+        self.replicas: dict[str, SimulatedReplica] = {}
+        """Those, and those that drain."""
         self._draining: set[SimulatedReplica] = set()
         self._unrouted: deque[Flight] = deque()
         self._made = 0
@@ -54,15 +66,13 @@ class SimulatedPool:
 
     def send(self, flight: Flight) -> None:
         """Give an admitted and booked request to a replica, now or when there is one."""
-        if not self._up:
+        if not self.up:
             self._unrouted.append(flight)
             return
-        loads = self.ingresses[flight.ingress]
-        name = loads.choose(self._up, flight.name)[0]
-        loads.routed(flight.name, name)
-        replica = self._replicas[name]
-        # from now on: a replica that drains waits for those that are on their way
-        replica.held += 1
+        name = self._choose(self, flight)
+        self.ingresses[flight.ingress].routed(flight.name, name)
+        replica = self.replicas[name]
+        replica.expect(flight)
         self._clock.at(self._clock.now + self._dispatch_s, replica.take, flight)
 
     def scale_to(self, wanted: int, start_s: float) -> None:
@@ -72,12 +82,12 @@ class SimulatedPool:
         self.wanted, self.most_wanted = wanted, max(wanted, self.most_wanted)
         if more > 0:
             self._clock.at(self._clock.now + start_s, self._start, more)
-        while len(self._up) > wanted:
+        while len(self.up) > wanted:
             self._drain()
 
     def signals(self) -> PoolSignals:
         """What the replicas report for autoscaling."""
-        replicas = [self._replicas[name] for name in self._up]
+        replicas = [self.replicas[name] for name in self.up]
         return PoolSignals(
             replicas=self.wanted,
             reporting=len(replicas),
@@ -94,26 +104,26 @@ class SimulatedPool:
 
     def close(self) -> None:
         """Count what is left, at the end of a simulation."""
-        for replica in self._replicas.values():
+        for replica in self.replicas.values():
             self._count(replica)
-        self._replicas.clear()
+        self.replicas.clear()
 
     def _start(self, count: int) -> None:
         # some may not be wanted any more
-        for _ in range(min(count, self.wanted - len(self._up))):
+        for _ in range(min(count, self.wanted - len(self.up))):
             name = f"{self.spec.name}-{self._made}"
             self._made += 1
-            self._replicas[name] = SimulatedReplica(
+            self.replicas[name] = SimulatedReplica(
                 name, self._engine, self._clock, self.ingresses, self._report_s, self._ended
             )
-            self._up.append(name)
+            self.up.append(name)
         self._tell()
         while self._unrouted:
             self.send(self._unrouted.popleft())
 
     def _drain(self) -> None:
         """The youngest gets no more requests, and goes when it has none."""
-        replica = self._replicas[self._up.pop()]
+        replica = self.replicas[self.up.pop()]
         self._tell()
         if replica.held:
             self._draining.add(replica)
@@ -122,7 +132,7 @@ class SimulatedPool:
 
     def _tell(self) -> None:
         for loads in self.ingresses:
-            loads.set_replicas(self._up)
+            loads.set_replicas(self.up)
 
     def _ended(self, replica: SimulatedReplica, flight: Flight, end: str) -> None:
         self._on_end(flight, end)
@@ -132,7 +142,7 @@ class SimulatedPool:
 
     def _drop(self, replica: SimulatedReplica) -> None:
         self._count(replica)
-        del self._replicas[replica.name]
+        del self.replicas[replica.name]
 
     def _count(self, replica: SimulatedReplica) -> None:
         self.num_steps += replica.engine.num_steps

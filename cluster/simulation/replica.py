@@ -26,8 +26,6 @@ class Flight:
 
     name: str
     arrival: Arrival
-    length: int
-    """By which its bucket was chosen."""
     cost: Cost
     ingress: int
     first_token_s: float | None = None
@@ -36,7 +34,7 @@ class Flight:
     def outcome(self, now: float, end: str = OK) -> Outcome:
         at = self.arrival.at_s
         first = None if self.first_token_s is None else self.first_token_s - at
-        return Outcome(at, self.length, self.arrival.prompt_tokens, self.tokens, first, now - at, end)
+        return Outcome(at, self.arrival.length, self.arrival.prompt_tokens, self.tokens, first, now - at, end)
 
 
 class SimulatedReplica:
@@ -62,14 +60,26 @@ class SimulatedReplica:
         self.backlog = Backlog(clock)
         self.held = 0
         """Requests that were sent to it and have not ended."""
+        self._coming_tokens = 0
+        """Of requests on their way."""
         self._clock = clock
         self._ingresses = ingresses
         self._on_end = on_end
         self._all_told_s = -_LOAD_PERIOD_S
 
+    def remaining_tokens(self) -> int:
+        """What is really left to compute, of requests on their way too."""
+        return self.engine.remaining_tokens() + self._coming_tokens
+
+    def expect(self, flight: Flight) -> None:
+        """A request is on its way here: the replica is not idle from now on."""
+        self.held += 1
+        self._coming_tokens += flight.arrival.prompt_tokens + flight.arrival.answer_tokens
+
     def take(self, flight: Flight) -> None:
-        """A request has arrived here."""
+        """The request has arrived."""
         arrival = flight.arrival
+        self._coming_tokens -= arrival.prompt_tokens + arrival.answer_tokens
         sequence = Sequence(flight.name, arrival.prompt_tokens, arrival.answer_tokens, flight)
         self.backlog.add(flight.name, flight.cost)
         try:

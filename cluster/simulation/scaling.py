@@ -1,4 +1,4 @@
-"""Serve's part in autoscaling: every second the policy is asked about each pool, and the ledger for its GPUs."""
+"""Serve's part in autoscaling: the policy is asked every second about a pool, and the ledger for GPUs."""
 
 from dataclasses import dataclass
 

@@ -115,8 +115,9 @@ def _splits(arrivals: Sequence[Arrival], cut: int, replicas: int) -> Iterator[in
     if replicas <= 8:
         yield from range(1, replicas)
         return
-    short = sum(one.length for one in arrivals if one.length <= cut)
-    middle = replicas * short / sum(one.length for one in arrivals)
+    tokens = [one.prompt_tokens + one.answer_tokens for one in arrivals]
+    short = sum(count for one, count in zip(arrivals, tokens, strict=True) if one.length <= cut)
+    middle = replicas * short / sum(tokens)
     counts = {round(middle * factor) for factor in (0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)}
     yield from sorted({min(max(1, count), replicas - 1) for count in counts})
 

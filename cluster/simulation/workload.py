@@ -25,11 +25,13 @@ class Arrival:
     prompt_tokens: int
     answer_tokens: int
     priority: Priority = "normal"
+    says_max_tokens: bool = True
+    """Whether the client says how long the answer may be."""
 
     @property
     def length(self) -> int:
-        """What buckets go by, of a client that says its `max_tokens`."""
-        return self.prompt_tokens + self.answer_tokens
+        """What buckets go by."""
+        return self.prompt_tokens + (self.answer_tokens if self.says_max_tokens else 0)
 
 
 def read_trace(path: Path) -> list[Arrival]:
