@@ -31,6 +31,8 @@ def build_pool(settings: AppSettings, spec: PoolSpec, device: Literal["cpu", "cu
         startup_timeout_s=serving.startup_timeout_s,
         num_cpus=placement.engine_cpus,
         num_gpus=placement.engine_gpus,
+        pool=spec.name,
+        logs=settings.logging.options,
     )
     deployment = serve.deployment(
         PoolReplica,
@@ -40,8 +42,8 @@ def build_pool(settings: AppSettings, spec: PoolSpec, device: Literal["cpu", "cu
         graceful_shutdown_timeout_s=serving.longest_answer_s,
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
         request_router_config=router_config(spec.name),
-        # the ingress logs each request; a second line for each answer says nothing more
-        logging_config={"enable_access_log": False},
+        logging_config=settings.logging.serve_config,
+        max_surge_percent=serving.max_surge_percent,
         # a configuration that cannot work fails the deployment at once instead of being tried twenty times
         max_constructor_retry_count=1,
         **replica_options(settings, spec, device),
