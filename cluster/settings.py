@@ -108,7 +108,7 @@ class ServingSettings(_Section):
     longest_answer_s: PositiveSeconds = 600.0
     """How long a replica that is being stopped may go on with what it has begun."""
     max_surge_percent: Annotated[int, Field(ge=0, le=100, strict=True)] = 25
-    """Replicas that an update may start beyond the pool's number, of it and rounded up: old ones stop only when
+    """Of a pool's replicas, rounded up: how many more an update may start, so that old ones stop only when
     new ones are ready. 0: old ones stop first, for pools that fill all the GPUs there are."""
 
     @property

@@ -120,7 +120,7 @@ def build_ingress(settings: AppSettings, pools: dict[str, Application]) -> Appli
 
 
 def _build_tracer(settings: AppSettings, name: str) -> "RequestTracer | None":
-    """None without tracing, which then costs nothing. Raises ValueError when the exporter is not installed."""
+    """None without tracing. Raises ValueError when the exporter is not installed."""
     tracing = settings.tracing
     if tracing.exporter == "none":
         return None

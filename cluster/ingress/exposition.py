@@ -1,9 +1,9 @@
 """One scrape for all ingress replicas: a proxy hands `GET /metrics` to any of them, the answer is of all.
 
 Each ingress replica's own counts keep a label of its name instead of being added up: a sum over those that
-happened to answer would fall when one does not, and a counter that falls looks like a restart, whose rate is a
-spike. With the label, one that is missing is a gap in its own series. Prometheus adds up, as in
-`sum by (pool) (rate(…))`.
+happened to answer would fall when one does not, and a counter that falls looks like a restart, whose rate is
+a spike. With the label, one that is missing is a gap in its own series. Prometheus adds up, as in
+`sum by (pool) (rate(...))`.
 """
 
 from collections.abc import Iterator, Sequence

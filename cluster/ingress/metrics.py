@@ -116,9 +116,7 @@ class AnswerClock:
         """The pool has said something; at first that it has the request."""
         trail, metrics = self._trail, self._metrics
         pool = trail.pool or _NO_POOL
-        if self._counts_prompt:
-            self._counts_prompt = False
-            metrics.prompt_tokens.labels(pool).inc(trail.prompt_tokens)
+        self._count_prompt(pool)
         trail.preemptions = max(trail.preemptions, output.num_preemptions)
         count = len(output.token_ids)
         if output.first_scheduled_time and output.first_index == 0 and count == 1:
@@ -145,9 +143,17 @@ class AnswerClock:
     def end(self, finish_reason: str) -> None:
         """The answer is over: "stop", "length", "error" or "cancelled"."""
         trail, pool = self._trail, self._trail.pool or _NO_POOL
+        if trail.pool:
+            # the client may have left before the pool said anything; what was refused has no pool
+            self._count_prompt(pool)
         trail.ended = self._clock()
         trail.finish_reason = finish_reason
         self._metrics.count_answer(pool, finish_reason)
         self._metrics.duration.labels(pool).observe(trail.ended - self._arrival)
         if trail.attempt > 1:
             self._metrics.retries.labels(pool).inc(trail.attempt - 1)
+
+    def _count_prompt(self, pool: str) -> None:
+        if self._counts_prompt:
+            self._counts_prompt = False
+            self._metrics.prompt_tokens.labels(pool).inc(self._trail.prompt_tokens)

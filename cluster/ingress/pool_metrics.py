@@ -74,7 +74,7 @@ class PoolCollector(Collector):
         loads = [(state.spec.name, name, load) for state in states for name, load in _loads(state)]
         for kind, readers in ((GaugeMetricFamily, _REPLICA_GAUGES), (CounterMetricFamily, _REPLICA_COUNTERS)):
             for read_load, name, text in readers:
-                family = kind(f"hybridserve_replica_{name}", text, labels=["pool", "replica"])
+                family = kind(f"hybridserve_{name}", text, labels=["pool", "replica"])
                 for pool, replica, load in loads:
                     family.add_metric([pool, replica], read_load(load))
                 yield family

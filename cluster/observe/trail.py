@@ -1,8 +1,8 @@
 """What is noted of one HTTP request while it runs, for its log line, its trace and its metrics.
 
 One note for a request and one for each of its answers; both travel in context variables, so that whoever
-learns something (the router which pool, a client which attempt) writes it down where it is. Never a prompt's or
-an answer's text or tokens.
+learns something (the router which pool, a client which attempt) writes it down where it is. Never the text or
+the tokens of a prompt or an answer.
 """
 
 import time
