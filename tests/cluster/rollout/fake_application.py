@@ -21,7 +21,8 @@ def build(args: dict[str, object]) -> Application:
     """args: `settings`, and `error`, with which the engines fail to start."""
     settings = parse_settings(args["settings"])
     [spec] = settings.pool_specs()
-    factory = _fakes().FakeFactory(error=args.get("error"))
+    # slow steps leave the cores to the processes that start
+    factory = _fakes().FakeFactory(step_s=0.02, error=args.get("error"))
     return build_ingress(settings, {spec.name: build_pool(settings, spec, "cpu", factory)})
 
 

@@ -59,10 +59,10 @@ class Load:
 
     async def _run(self) -> None:
         async with httpx.AsyncClient(timeout=60) as client:
-            await asyncio.gather(*(self._ask(client, seed) for seed in range(4)))
+            await asyncio.gather(*(self._ask(client, seed) for seed in range(3)))
 
     async def _ask(self, client: httpx.AsyncClient, first: int) -> None:
-        body = {"prompt": [10 + first], "max_tokens": 40, "stream": True, "ignore_eos": True}
+        body = {"prompt": [10 + first], "max_tokens": 20, "stream": True, "ignore_eos": True}
         while not self._stop.is_set():
             try:
                 answer = await client.post(f"{self.url}/v1/completions", json=body)
@@ -131,9 +131,9 @@ def test_a_bad_version_never_serves_and_a_good_one_takes_over(serve: DirectServe
         second = replicas(serve)
         assert all(second[name] and not second[name] & first[name] for name in first)
         answered = load.answers
-        wait_until(lambda: load.answers >= answered + 20)
+        wait_until(lambda: load.answers >= answered + 6)
     assert load.failures == []
-    assert load.answers > 100
+    assert load.answers > 20
 
 
 def is_ready(url: str) -> bool:
