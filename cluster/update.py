@@ -1,9 +1,9 @@
 """A rolling update that watches itself: deploys a configuration, and takes it back when it does not come up.
 
 Serve starts new replicas, which answer their golden prompt before they count as up, and stops old ones only
-then (`serving.max_surge_percent`). When a new one fails, Serve stops there and the old ones go on. What is left
-to do is to tell why, and to make the old configuration the wanted one again: else the next scaling would start
-replicas that fail. Knows Serve's details and configurations as JSON, nothing of how they are fetched.
+then (`serving.max_surge_percent`). When a new one fails, Serve stops there and the old ones go on. What is
+left to do is to tell why, and to make the old configuration the wanted one again: else the next scaling would
+start replicas that fail. Knows Serve's details and configurations as JSON, nothing of how they are fetched.
 """
 
 import time
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 _POLL_S = 1.0
 _RUNNING = "RUNNING"
-# a replica that is unhealthy may be one that is being replaced; where new ones are, Serve fails the update itself
+# an unhealthy replica may be one that is being replaced; where new ones are, Serve fails the update itself
 _FAILED = "DEPLOY_FAILED"
 
 
@@ -91,9 +91,7 @@ class Update:
             self._say(f"application {self._name} is updated")
             return
         if not before.serves:
-            raise UpdateFailed(
-                f"{failure}\nthe version before it did not run either"
-            )
+            raise UpdateFailed(f"{failure}\nthe version before it did not run either")
         self._say(f"going back, as the update failed: {failure}")
         self._serve.deploy(before.config)
         trouble = self._wait(before.app, before.deployed)

@@ -119,9 +119,7 @@ def test_a_bad_version_is_taken_back_and_the_reason_told(update) -> None:
 
 def test_one_that_does_not_come_up_in_time_is_taken_back(update) -> None:
     serve = ScriptedServe([("DEPLOYING", "UPDATING", "", ["RUNNING", "STARTING"])], GOOD)
-    with pytest.raises(
-        UpdateFailed, match="not done within 60 s: pool: UPDATING; 1 replicas are starting"
-    ):
+    with pytest.raises(UpdateFailed, match="not done within 60 s: pool: UPDATING; 1 replicas are starting"):
         update(serve)
     assert serve.app == OLD
 
