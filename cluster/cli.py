@@ -14,6 +14,7 @@ from hybridserve.cluster.cli_inspect import inspect
 from hybridserve.cluster.cli_plan import plan
 from hybridserve.cluster.cli_serve import serve
 from hybridserve.cluster.cli_simulate import simulate
+from hybridserve.cluster.cli_update import update
 
 app = typer.Typer(
     help="Serve hybrid-attention language models.",
@@ -26,6 +27,7 @@ app.command()(inspect)
 app.command()(plan)
 app.command()(serve)
 app.command()(simulate)
+app.command()(update)
 app.add_typer(bench, name="bench")
 
 
