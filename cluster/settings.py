@@ -197,7 +197,8 @@ class LoggingSettings(_Section):
         """For Serve's own lines of a deployment; of each request the ingress has a line that says more."""
         return {
             "encoding": "JSON" if self.format == "json" else "TEXT",
-            "log_level": self.level.upper(),
+            # what helps to find faults in Serve drowns everything else
+            "log_level": "INFO" if self.level == "debug" else self.level.upper(),
             "enable_access_log": False,
         }
 

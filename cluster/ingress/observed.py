@@ -132,7 +132,8 @@ def _answer_fields(trail: RequestTrail) -> dict[str, object]:
         "answers": len(answers),
         "priority": answers[0].priority,
         "pool": ",".join(sorted({answer.pool for answer in answers} - {""})),
-        "replica": ",".join(sorted({answer.replica for answer in answers} - {""})),
+        # `replica` is this ingress' own
+        "pool_replica": ",".join(sorted({answer.replica for answer in answers} - {""})),
         "attempts": max(answer.attempt for answer in answers),
         "prompt_tokens": sum(answer.prompt_tokens for answer in answers),
         "generation_tokens": sum(answer.generation_tokens for answer in answers),
