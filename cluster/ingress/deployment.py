@@ -19,6 +19,7 @@ from hybridserve.cluster.routing.admission import Admission
 from hybridserve.cluster.routing.length_router import LengthRouter, RoutedPool
 from hybridserve.cluster.routing.pool_spec import PoolSpec
 from hybridserve.cluster.routing.registry import pool_loads
+from hybridserve.cluster.serve_alpha.proxy_mode import check
 from hybridserve.cluster.settings import AppSettings
 from hybridserve.replicas.models.config import load_generation_defaults
 from hybridserve.replicas.sampling_params import MAX_N
@@ -43,6 +44,7 @@ class Ingress:
     """
 
     async def __init__(self, settings: AppSettings, pools: dict[str, DeploymentHandle]) -> None:
+        check(settings.ingress.proxy)
         self._settings = settings
         specs = settings.pool_specs()
         self._router = LengthRouter([await self._open_pool(spec, pools[spec.name]) for spec in specs])
