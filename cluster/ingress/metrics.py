@@ -6,11 +6,12 @@ Owns its registry, so that several ingresses can live in one process. Times are 
 import time
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from hybridserve.cluster.ingress.errors import ApiError
+from hybridserve.cluster.ingress.fast_metrics import FastCounter, FastHistogram
 from hybridserve.cluster.pool.interface import PoolClient
 from hybridserve.cluster.routing.state import PoolState
 
@@ -106,13 +107,13 @@ class IngressMetrics:
         self.in_flight = Gauge(
             "hybridserve_ingress_requests_in_flight", "Requests in this ingress", registry=self._registry
         )
-        self.first_token = Histogram(
+        self.first_token = FastHistogram(
             "hybridserve_time_to_first_token_seconds",
             "From a request's arrival to its first token",
             buckets=_FIRST_TOKEN_BUCKETS,
             registry=self._registry,
         )
-        self.inter_token = Histogram(
+        self.inter_token = FastHistogram(
             "hybridserve_inter_token_latency_seconds",
             "Between two tokens of one answer",
             buckets=_INTER_TOKEN_BUCKETS,
@@ -121,7 +122,7 @@ class IngressMetrics:
         self.prompt_tokens = Counter(
             "hybridserve_prompt_tokens", "Prompt tokens taken", registry=self._registry
         )
-        self.generation_tokens = Counter(
+        self.generation_tokens = FastCounter(
             "hybridserve_generation_tokens", "Tokens generated", registry=self._registry
         )
         self._requests = Counter(

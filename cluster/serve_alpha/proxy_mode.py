@@ -89,6 +89,6 @@ def check(mode: ProxyMode) -> None:
     running: ProxyMode = "haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "serve"
     if mode == "haproxy" and running != mode:
         raise RuntimeError(
-            "ingress.proxy is haproxy, but Serve was started without HAProxy: start it by `hybridserve serve`, "
-            "or set the variables that `hybridserve proxy-env` prints where the cluster's processes start"
+            "ingress.proxy is haproxy, but Serve was started without HAProxy: use `hybridserve serve`, or set "
+            "the variables that `hybridserve proxy-env` prints where the cluster's processes start"
         )

@@ -7,8 +7,8 @@ Modes: Serve's proxy with handle streaming, Serve's proxy with the token bus, HA
 does falls on all of them. The client is a process of its own that counts tokens in the bytes that come.
 
 Beside what was measured stands the CPU time of each process a token, read from /proc, which other load hardly
-changes; from it follows how many tokens a second two cores could carry that had nothing else to do. Figures are
-medians over the rounds.
+changes; from it follows how many tokens a second two cores could carry that had nothing else to do. Figures
+are medians over the rounds.
 """
 
 import argparse
@@ -135,9 +135,9 @@ def measure(mode: str, args: argparse.Namespace) -> dict[str, object]:
             continue
         with running("client.py", port) as client:
             milliseconds(client, job="alone", requests=20)
-            found = {
-                f"{n} streams": measure_rate(client, server, n, args.seconds) for n in args.streams
-            }
+            # beside its engine in one process, the bare application's rate would be that of a lock
+            counts = [] if mode == "bare" else args.streams
+            found = {f"{n} streams": measure_rate(client, server, n, args.seconds) for n in counts}
             # cancelled streams take a moment to be gone
             time.sleep(1.0)
             starts = [milliseconds(client, job="first_token", streams=64) for _ in range(args.starts)]
@@ -158,13 +158,15 @@ def show(results: dict[str, dict[str, object]], streams: list[int], heading: str
     for column in ("", *results):
         table.add_column(column, justify="right" if column else "left")
     for n in streams:
-        by_mode = [result[f"{n} streams"] for result in results.values()]
+        by_mode = [result.get(f"{n} streams") for result in results.values()]
         for name in ("tokens/s", "tokens an event", "tokens/s of two idle cores"):
             digits = 2 if name == "tokens an event" else 0
-            table.add_row(f"{n} streams: {name}", *(f"{one[name]:,.{digits}f}" for one in by_mode))
-        roles = {role: None for one in by_mode for role in one["us a token"]}
+            cells = (f"{one[name]:,.{digits}f}" if one else "" for one in by_mode)
+            table.add_row(f"{n} streams: {name}", *cells)
+        roles = {role: None for one in by_mode if one for role in one["us a token"]}
         for role in roles:
-            table.add_row(f"  us a token, {role}", *(f"{one['us a token'].get(role, 0):.1f}" for one in by_mode))
+            cells = (f"{one['us a token'].get(role, 0):.1f}" if one else "" for one in by_mode)
+            table.add_row(f"  us a token, {role}", *cells)
     for name in ("ms to first token, 64 at once", "ms alone"):
         table.add_row(name, *(f"{result[name]:.1f}" for result in results.values()))
     Console(width=120).print(table)
@@ -184,7 +186,9 @@ def main() -> None:
     rounds: dict[str, list[object]] = defaultdict(list)
     for _ in range(args.rounds):
         for mode in args.modes:
+            began = time.monotonic()
             rounds[mode].append(measure(mode, args))
+            print(f"{mode}: {time.monotonic() - began:.0f} s, load average {os.getloadavg()[0]:.1f}")
     results = {mode: medians(found) for mode, found in rounds.items()}
     heading = (
         f"{datetime.date.today()}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}, "

@@ -26,6 +26,7 @@ class Stream:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.tokens = 0
         self.events = 0
+        self.answered = False
         self.first: float | None = None
 
     def ask(self) -> None:
@@ -38,11 +39,12 @@ class Stream:
         if not size:
             raise ConnectionError(f"a stream ended after {self.tokens} tokens")
         tokens = _BUFFER.count(TOKEN, 0, size)
-        if self.first is None:
-            if not _BUFFER.startswith(b"HTTP/1.1 200"):
+        if not self.answered:
+            self.answered = _BUFFER.startswith(b"HTTP/1.1 200")
+            if not self.answered:
                 raise ConnectionError(bytes(_BUFFER[:size]).decode(errors="replace"))
-            if tokens:
-                self.first = time.perf_counter()
+        if self.first is None and tokens:
+            self.first = time.perf_counter()
         self.tokens += tokens
         self.events += _BUFFER.count(b"data: ", 0, size)
 

@@ -1,4 +1,4 @@
-"""An engine without a model: one token a request a step, always the same one, a step as long as it is told."""
+"""An engine without a model: a step is as long as it is told, and one token for each request."""
 
 import time
 from dataclasses import dataclass

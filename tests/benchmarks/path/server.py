@@ -1,17 +1,16 @@
 """A server with a fake engine, in one of the modes that are compared; ends when its standard input does.
 
-    python tests/benchmarks/path/server.py MODE PORT
+    python tests/benchmarks/path/server.py MODE PORT INGRESS_REPLICAS
 
-Prints one line when it is ready. "bare" is the same ASGI application under uvicorn with the engine in the same
-process: no Serve, no bus.
+Prints one line when it is ready. "bare" is the same ASGI application under uvicorn with the engine in the
+same process: no Serve, no bus.
 """
 
 import asyncio
-import dataclasses
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 from fake_engine import MAX_SEQUENCES, FakeFactory
@@ -111,6 +110,7 @@ class LocalPool:
 
 def run_bare(port: int, factory: FakeFactory) -> None:
     import uvicorn
+    import uvloop
 
     from hybridserve.cluster.ingress.app import build_api
     from hybridserve.cluster.ingress.options import IngressOptions
@@ -126,21 +126,13 @@ def run_bare(port: int, factory: FakeFactory) -> None:
         threading.Thread(target=wait_for_end, args=(lambda: setattr(server, "should_exit", True),)).start()
         await server.serve()
 
-    uvicorn_loop = uvicorn.Config(lambda: None).get_loop_factory()
-    asyncio.run(serve(), loop_factory=uvicorn_loop) if sys.version_info >= (3, 12) else _run(
-        serve, uvicorn_loop
-    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve())
 
 
-def _run(main: object, loop_factory: object) -> None:
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(main())
-
-
-def wait_for_end(then: object = None) -> None:
+def wait_for_end(then: Callable[[], None]) -> None:
     sys.stdin.read()
-    if then is not None:
-        then()
+    then()
 
 
 def run_serve(port: int, factory: FakeFactory, transport: str, proxy: str, replicas: int) -> None:
@@ -173,7 +165,7 @@ def run_serve(port: int, factory: FakeFactory, transport: str, proxy: str, repli
         ).bind(factory, EngineActorOptions(MAX_SEQUENCES + 64, 60))
         serve.run(build_ingress(app, {spec.name: pool}), name="bench")
         print("ready", flush=True)
-        wait_for_end()
+        sys.stdin.read()
         serve.shutdown()
         ray.shutdown()
 
