@@ -1,7 +1,7 @@
 """Several pieces of news of one request as one, for a reader that has fallen behind.
 
-Handing over and sending an event costs many times what a token in it costs. An ingress that is behind therefore
-catches up, where one that sent every token by itself would fall behind further with each step.
+Handing over and sending an event costs many times what a token in it costs. An ingress that is behind
+therefore catches up, where one that sent every token by itself would fall behind further with each step.
 """
 
 from collections.abc import Sequence

@@ -12,6 +12,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from hybridserve.cluster.bus.listener import BusListener
+from hybridserve.cluster.garbage import collect_rarely
 from hybridserve.cluster.ingress.app import build_api
 from hybridserve.cluster.ingress.options import IngressOptions
 from hybridserve.cluster.pool.client import HandlePoolClient
@@ -72,7 +73,9 @@ class Ingress:
             name_requests=False,
         )
         tokenizer = Tokenizer.load(settings.model.path)
-        return build_api(self._router, tokenizer, options, load_generation_defaults(settings.model.path))
+        api = build_api(self._router, tokenizer, options, load_generation_defaults(settings.model.path))
+        collect_rarely()
+        return api
 
 
 def build_ingress(settings: AppSettings, pools: dict[str, Application]) -> Application:

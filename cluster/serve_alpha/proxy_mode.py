@@ -26,8 +26,9 @@ _EVERY_MODE = {
 }
 _MARGIN_S = 60
 _MAX_THREADS = 4
-# sockets are folder/node_id/admin.sock, and a node's id has 56 characters
-_MAX_FOLDER = 97 - len("/admin.sock") - 57
+# sockets are folder/node_id/admin.sock, a node's id has 56 characters, and HAProxy appends its pid for a while
+_MAX_SOCKET_PATH = 95
+_MAX_FOLDER = _MAX_SOCKET_PATH - len("/admin.sock") - 57
 
 
 def environment(mode: ProxyMode, folder: Path, longest_answer_s: float) -> dict[str, str]:
@@ -46,7 +47,7 @@ def environment(mode: ProxyMode, folder: Path, longest_answer_s: float) -> dict[
     if not folder.is_absolute() or len(str(folder)) > _MAX_FOLDER:
         raise ValueError(
             f"HAProxy's folder {str(folder)!r} must be an absolute path of at most {_MAX_FOLDER} characters: "
-            "its sockets lie below it, and their paths may have 97"
+            f"its sockets lie below it, and their paths may have {_MAX_SOCKET_PATH}"
         )
     patience = int(longest_answer_s) + _MARGIN_S
     return {
@@ -89,6 +90,6 @@ def check(mode: ProxyMode) -> None:
     running: ProxyMode = "haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "serve"
     if mode == "haproxy" and running != mode:
         raise RuntimeError(
-            "ingress.proxy is haproxy, but Serve was started without HAProxy: use `hybridserve serve`, or set "
-            "the variables that `hybridserve proxy-env` prints where the cluster's processes start"
+            "ingress.proxy is haproxy, but this Serve runs without HAProxy: use `hybridserve serve`, or set "
+            "what `hybridserve proxy-env` prints where the cluster's processes start"
         )

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 
+from hybridserve.cluster.garbage import collect_rarely
 from hybridserve.cluster.pool.engine_loop import BuiltEngine
 from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
 from hybridserve.replicas.models.specs import ModelConfig
@@ -62,4 +63,5 @@ class FakeFactory:
     token_id: int
 
     def __call__(self) -> BuiltEngine:
+        collect_rarely()
         return BuiltEngine(FakeEngine(self.step_s, self.token_id), "cpu", "float32")
