@@ -2,7 +2,7 @@
 
 import gc
 
-# a frame of 256 streams unpacked is some thousand objects, more than the 700 after which Python looks by default
+# a frame of 256 streams, unpacked, is more than the 700 objects after which Python looks by default
 _THRESHOLD = 50_000
 
 

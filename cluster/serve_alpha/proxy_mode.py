@@ -26,7 +26,7 @@ _EVERY_MODE = {
 }
 _MARGIN_S = 60
 _MAX_THREADS = 4
-# sockets are folder/node_id/admin.sock, a node's id has 56 characters, and HAProxy appends its pid for a while
+# sockets are folder/node_id/admin.sock, a node's id has 56 characters, and HAProxy appends its pid at first
 _MAX_SOCKET_PATH = 95
 _MAX_FOLDER = _MAX_SOCKET_PATH - len("/admin.sock") - 57
 
