@@ -179,6 +179,8 @@ class IngressSettings(_Section):
 
     num_replicas: PositiveInt = 1
     max_body_bytes: Size = 8 * 2**20
+    proxy: Literal["serve", "haproxy"] = "serve"
+    """What stands before it: Serve's own proxy, or HAProxy, which takes environment variables to start."""
 
 
 class LoggingSettings(_Section):

@@ -12,6 +12,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from hybridserve.cluster.bus.listener import BusListener
+from hybridserve.cluster.garbage import collect_rarely
 from hybridserve.cluster.ingress.app import build_api
 from hybridserve.cluster.ingress.exposition import Snapshot
 from hybridserve.cluster.ingress.options import IngressOptions
@@ -23,6 +24,7 @@ from hybridserve.cluster.routing.length_router import LengthRouter, RoutedPool
 from hybridserve.cluster.routing.pool_spec import PoolSpec
 from hybridserve.cluster.routing.registry import pool_loads
 from hybridserve.cluster.serve_alpha.broadcast import AllReplicas
+from hybridserve.cluster.serve_alpha.proxy_mode import check
 from hybridserve.cluster.settings import AppSettings
 from hybridserve.replicas.models.config import load_generation_defaults
 from hybridserve.replicas.sampling_params import MAX_N
@@ -53,6 +55,7 @@ class Ingress:
     """
 
     async def __init__(self, settings: AppSettings, pools: dict[str, DeploymentHandle]) -> None:
+        check(settings.ingress.proxy)
         self._settings = settings
         self._tracer: RequestTracer | None = None
         context = serve.get_replica_context()
@@ -93,6 +96,7 @@ class Ingress:
             load_generation_defaults(settings.model.path),
             observers,
         )
+        collect_rarely()
         return self._api
 
     def __del__(self) -> None:

@@ -7,10 +7,11 @@ Owns its registry, so that several ingresses can live in one process. What pools
 import time
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from hybridserve.cluster.ingress.errors import ApiError
 from hybridserve.cluster.ingress.exposition import Snapshot, merge, snapshot
+from hybridserve.cluster.ingress.fast_metrics import FastCounter, FastHistogram
 from hybridserve.cluster.ingress.pool_metrics import PoolCollector, RouterCollector
 from hybridserve.cluster.observe.trail import current_request, new_answer
 from hybridserve.cluster.pool.interface import GenerationRequest, PoolClient
@@ -56,7 +57,9 @@ class IngressMetrics:
             "request_duration", "From a request's arrival to its answer's end", _REQUEST_BUCKETS
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens that pools have taken", "pool")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated", "pool")
+        self.generation_tokens = FastCounter(
+            "hybridserve_generation_tokens", "Tokens generated", ["pool"], registry=self._own
+        )
         self.retries = self._counter("retries", "Answers that were sent to another replica", "pool")
         self._requests = self._counter("requests", "Answers that ended", "pool", "finish_reason")
         self._errors = self._counter(
@@ -64,8 +67,9 @@ class IngressMetrics:
         )
         self._http = self._counter("http_requests", "HTTP requests that ended", "route", "status")
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"hybridserve_{name}_seconds", text, ["pool"], buckets=buckets, registry=self._own)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> FastHistogram:
+        name = f"hybridserve_{name}_seconds"
+        return FastHistogram(name, text, ["pool"], buckets=buckets, registry=self._own)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"hybridserve_{name}", text, labels, registry=self._own)

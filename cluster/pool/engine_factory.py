@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, replace
 
+from hybridserve.cluster.garbage import collect_rarely
 from hybridserve.cluster.pool.engine_loop import BuiltEngine
 from hybridserve.cluster.settings_reading import in_settings_words
 from hybridserve.replicas.engine.config import EngineConfig
@@ -31,4 +32,5 @@ class CheckpointEngine:
         except ValueError as error:
             raise ValueError(in_settings_words(str(error))) from None
         placement = resolve_placement(config, engine.model_config)
+        collect_rarely()
         return BuiltEngine(engine, str(placement.device), placement.dtype_name)
