@@ -192,6 +192,8 @@ class IngressSettings(_Section):
 
     num_replicas: PositiveInt = 1
     max_body_bytes: Size = 8 * 2**20
+    proxy: Literal["serve", "haproxy"] = "serve"
+    """What stands before it: Serve's own proxy, or HAProxy, which takes environment variables to start."""
 
 
 class LoggingSettings(_Section):
@@ -210,7 +212,8 @@ class LoggingSettings(_Section):
         """For Serve's own lines of a deployment; of each request the ingress has a line that says more."""
         return {
             "encoding": "JSON" if self.format == "json" else "TEXT",
-            "log_level": self.level.upper(),
+            # what helps to find faults in Serve drowns everything else
+            "log_level": "INFO" if self.level == "debug" else self.level.upper(),
             "enable_access_log": False,
         }
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from hybridserve.cluster.ingress.errors import ApiError
 from hybridserve.cluster.ingress.metrics import AnswerClock
@@ -63,8 +64,7 @@ class Job:
         )
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What one answer gained."""
 
     index: int
