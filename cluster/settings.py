@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from hybridserve.cluster.access.options import AccessSettings
 from hybridserve.cluster.cli_sizes import parse_size
 from hybridserve.cluster.routing.pool_spec import PoolLimits, PoolSpec, ReplicaRange
 from hybridserve.replicas.engine.config import EngineConfig
@@ -184,6 +185,7 @@ class AppSettings(_Section):
     parallel: ParallelSettings = ParallelSettings()
     serving: ServingSettings = ServingSettings()
     ingress: IngressSettings = IngressSettings()
+    access: AccessSettings = AccessSettings()
     autoscaling: AutoscalingSettings = AutoscalingSettings()
     pools: tuple[PoolSettings, ...] = ()
     """By length, the last without a bound; none: one pool for everything."""

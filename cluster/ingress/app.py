@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from hybridserve.cluster.access.gate import Access, Gate
 from hybridserve.cluster.ingress.chat import Chat
 from hybridserve.cluster.ingress.completions import Completions
 from hybridserve.cluster.ingress.disconnect import ClientGone
@@ -33,10 +34,12 @@ def build_api(
     tokenizer: Tokenizer,
     options: IngressOptions,
     generation_defaults: Mapping[str, object],
+    access: Access | None = None,
 ) -> FastAPI:
     """The HTTP application of one ingress replica.
 
     generation_defaults: the contents of the checkpoint's `generation_config.json`, or nothing.
+    access: who may use it; by default anybody.
 
     Raises:
         ValueError: a generation default is out of its bounds.
@@ -47,7 +50,7 @@ def build_api(
     api = FastAPI(title="hybridserve", openapi_url=None, redirect_slashes=False)
     _add_endpoints(api, service)
     _add_error_handlers(api, service)
-    _add_limits(api, service)
+    _add_limits(api, service, access or Access())
     return api
 
 
@@ -74,7 +77,7 @@ def _add_endpoints(api: FastAPI, service: Service) -> None:
         api.add_route(path, endpoint, methods=["GET"])
 
 
-def _add_limits(api: FastAPI, service: Service) -> None:
+def _add_limits(api: FastAPI, service: Service, access: Access) -> None:
     """The last one added sees a request first."""
     options = service.options
     api.add_middleware(
@@ -86,6 +89,7 @@ def _add_limits(api: FastAPI, service: Service) -> None:
         report=service.report,
     )
     api.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, report=service.report)
+    api.add_middleware(Gate, access=access, report=service.report)
     if options.name_requests:
         api.add_middleware(RequestId)
     api.add_middleware(DropHeaders)

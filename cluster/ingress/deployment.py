@@ -11,6 +11,8 @@ from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
+from hybridserve.cluster.access.build import open_access
+from hybridserve.cluster.access.bus_tls import listener_context
 from hybridserve.cluster.bus.listener import BusListener
 from hybridserve.cluster.ingress.app import build_api
 from hybridserve.cluster.ingress.options import IngressOptions
@@ -19,6 +21,7 @@ from hybridserve.cluster.routing.admission import Admission
 from hybridserve.cluster.routing.length_router import LengthRouter, RoutedPool
 from hybridserve.cluster.routing.pool_spec import PoolSpec
 from hybridserve.cluster.routing.registry import pool_loads
+from hybridserve.cluster.serve_alpha.exposure import warn_if_exposed
 from hybridserve.cluster.settings import AppSettings
 from hybridserve.replicas.models.config import load_generation_defaults
 from hybridserve.replicas.sampling_params import MAX_N
@@ -44,6 +47,11 @@ class Ingress:
 
     async def __init__(self, settings: AppSettings, pools: dict[str, DeploymentHandle]) -> None:
         self._settings = settings
+        self._access = open_access(settings.access, settings.ingress.num_replicas)
+        tls = settings.access.bus_tls
+        self._bus_tls = None if tls is None else listener_context(tls)
+        if self._access.keys is None:
+            await warn_if_exposed()
         specs = settings.pool_specs()
         self._router = LengthRouter([await self._open_pool(spec, pools[spec.name]) for spec in specs])
 
@@ -51,7 +59,7 @@ class Ingress:
         # Serve's router for the handle, in this same process, chooses replicas by these loads
         loads = pool_loads(serve.get_replica_context().app_name, spec.name)
         # one for each pool, so that whose replicas' reports come in is plain
-        listener = BusListener(ray.util.get_node_ip_address(), loads)
+        listener = BusListener(ray.util.get_node_ip_address(), loads, self._bus_tls)
         await listener.start()
         serving = self._settings.serving_of(spec.name)
         client = HandlePoolClient(handle, listener, serving.token_transport, loads)
@@ -70,7 +78,8 @@ class Ingress:
             name_requests=False,
         )
         tokenizer = Tokenizer.load(settings.model.path)
-        return build_api(self._router, tokenizer, options, load_generation_defaults(settings.model.path))
+        defaults = load_generation_defaults(settings.model.path)
+        return build_api(self._router, tokenizer, options, defaults, self._access)
 
 
 def build_ingress(settings: AppSettings, pools: dict[str, Application]) -> Application:

@@ -52,6 +52,9 @@ class RequestId:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
+        # for whoever logs the request further in
+        others = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
+        scope = {**scope, "headers": [*others, (b"x-request-id", request_id.encode())]}
         await self._app(scope, receive, send_named)
 
 

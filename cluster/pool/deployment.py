@@ -31,6 +31,7 @@ def build_pool(settings: AppSettings, spec: PoolSpec, device: Literal["cpu", "cu
         startup_timeout_s=serving.startup_timeout_s,
         num_cpus=placement.engine_cpus,
         num_gpus=placement.engine_gpus,
+        bus_tls=settings.access.bus_tls,
     )
     deployment = serve.deployment(
         PoolReplica,

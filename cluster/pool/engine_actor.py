@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from hybridserve.cluster.access.bus_tls import sender_context
+from hybridserve.cluster.access.options import BusTls
 from hybridserve.cluster.bus.frames import Entry, ReplyTo, pack_entry
 from hybridserve.cluster.bus.sender import BusSender, Channel
 from hybridserve.cluster.pool.engine_loop import EngineFactory, EngineLoop
@@ -46,9 +48,11 @@ class EngineActor:
 
     Args:
         factory: builds the engine, on the step thread.
+        bus_tls: certificates for the token bus; None: in the clear.
     """
 
-    def __init__(self, factory: EngineFactory) -> None:
+    def __init__(self, factory: EngineFactory, bus_tls: BusTls | None = None) -> None:
+        self._bus_tls = bus_tls
         self._loop = EngineLoop(factory, _OnEventLoop(self))
         self._requests: dict[str, _Request] = {}
         self._last_load: EngineLoad | None = None
@@ -64,8 +68,12 @@ class EngineActor:
         self.event_loop = asyncio.get_running_loop()
         self._info: asyncio.Future[EngineInfo | str] = self.event_loop.create_future()
         self._died: asyncio.Future[str] = self.event_loop.create_future()
+        try:
+            tls = None if self._bus_tls is None else sender_context(self._bus_tls)
+        except ValueError as error:
+            return str(error)
         self._sender = BusSender(
-            on_cancel=lambda key: self.on_abort(key.hex()), load=self._load, replica=replica
+            on_cancel=lambda key: self.on_abort(key.hex()), load=self._load, replica=replica, tls=tls
         )
         self._loop.start()
         return await self._info

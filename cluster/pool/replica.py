@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hybridserve.cluster.access.options import BusTls
 from hybridserve.cluster.bus.frames import ReplyTo
 from hybridserve.cluster.pool.engine_actor import EngineActor
 from hybridserve.cluster.pool.engine_loop import EngineFactory
@@ -37,6 +38,8 @@ class EngineActorOptions:
     startup_timeout_s: float
     num_cpus: float = 0.0
     num_gpus: float = 0.0
+    bus_tls: BusTls | None = None
+    """Certificates for the token bus; None: in the clear."""
 
 
 class PoolReplica:
@@ -151,4 +154,4 @@ def _start_actor(factory: EngineFactory, options: EngineActorOptions) -> ray.act
         max_concurrency=options.max_concurrent_requests + _SPARE_CALLS,
         scheduling_strategy=strategy,
     )
-    return actor.remote(factory)
+    return actor.remote(factory, options.bus_tls)
