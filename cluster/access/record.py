@@ -22,6 +22,7 @@ class RequestRecord:
 
     __slots__ = (
         "_credit",
+        "_is_charged",
         "_keeps_text",
         "_use",
         "answer_id",
@@ -36,6 +37,7 @@ class RequestRecord:
         self._use = use
         self._keeps_text = keeps_text
         self._credit = 0
+        self._is_charged = False
         self.answer_id: str | None = None
         self.model: str | None = None
         self.prompt_tokens = 0
@@ -56,11 +58,17 @@ class RequestRecord:
         self.answer_id, self.model, self.prompt_tokens = answer_id, model, prompt_tokens
         if self._use is not None:
             self._use.take_tokens(prompt_tokens + expected_tokens)
-            self._credit = prompt_tokens + expected_tokens
+            self._credit, self._is_charged = expected_tokens, True
 
     def add(self, index: int, tokens: int, text: str) -> None:
         """Answer `index` has gained tokens."""
         self.completion_tokens += tokens
+        if self._is_charged:
+            self._credit -= tokens
+            if self._credit < 0:
+                # more than was expected: charged as it comes
+                self._use.correct_tokens(self._credit)
+                self._credit = 0
         if self._keeps_text:
             self.texts.setdefault(index, []).append(text)
 
@@ -69,12 +77,11 @@ class RequestRecord:
 
     def settle(self, status: int) -> None:
         """The request is over: what was charged becomes what was used."""
-        if self._use is None or not self._credit:
+        if not self._is_charged:
             return
-        served = self.completion_tokens > 0 or status not in _NOT_SERVED
-        used = self.prompt_tokens + self.completion_tokens if served else 0
-        self._use.correct_tokens(self._credit - used)
-        self._credit = 0
+        self._is_charged = False
+        not_served = self.completion_tokens == 0 and status in _NOT_SERVED
+        self._use.correct_tokens(self._credit + (self.prompt_tokens if not_served else 0))
 
 
 class _NoRecord(RequestRecord):

@@ -26,6 +26,8 @@ from hybridserve.cluster.bus.frames import (
 from hybridserve.cluster.routing.load import ReplicaLoad
 from hybridserve.replicas.engine.plan import EngineOutput
 
+_HANDSHAKE_TIMEOUT_S = 5.0
+
 logger = logging.getLogger(__name__)
 
 
@@ -75,7 +77,10 @@ class BusListener:
         self.dropped_entries = 0
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, self._host, 0, ssl=self._tls)
+        timeout = None if self._tls is None else _HANDSHAKE_TIMEOUT_S
+        self._server = await asyncio.start_server(
+            self._serve, self._host, 0, ssl=self._tls, ssl_handshake_timeout=timeout
+        )
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import ssl
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 
@@ -88,7 +89,7 @@ class Channel:
 
     async def _run(self) -> None:
         """Dial, write until the connection breaks, dial again as long as a stream needs it."""
-        failures = 0
+        failures = brief = 0
         while failures == 0 or self.streams > 0:
             try:
                 async with asyncio.timeout(_DIAL_TIMEOUT_S):
@@ -100,10 +101,17 @@ class Channel:
                 failures += 1
                 continue
             failures = 0
+            began = time.monotonic()
             await self._talk(reader, writer)
             self._lose_backlog()
             if self.streams == 0:
                 return
+            brief = brief + 1 if time.monotonic() - began < _REDIAL_S[-1] else 0
+            if brief:
+                # a server that refuses our certificate hangs up only after the handshake
+                await asyncio.sleep(_REDIAL_S[min(brief, len(_REDIAL_S)) - 1])
+            if brief == 2:
+                logger.warning("token bus: the ingress at %s:%d hangs up at once", *self.address)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Write the backlog and read cancels until either way breaks."""
