@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
+from hybridserve.cluster.access.gate import Access
 from hybridserve.cluster.ingress.app import build_api
 from hybridserve.cluster.ingress.options import IngressOptions
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
@@ -192,10 +193,12 @@ def pool(tokenizer: Tokenizer) -> FakePool:
 
 @pytest.fixture
 def make_api(pool: FakePool, tokenizer: Tokenizer) -> Callable[..., FastAPI]:
-    """An application over `pool`; keywords are IngressOptions, or `defaults`."""
+    """An application over `pool`; keywords are IngressOptions, `defaults`, or who has `access`."""
 
-    def make(defaults: dict[str, object] | None = None, **options: object) -> FastAPI:
-        return build_api(pool, tokenizer, IngressOptions(model_name=MODEL, **options), defaults or {})
+    def make(
+        defaults: dict[str, object] | None = None, access: Access | None = None, **options: object
+    ) -> FastAPI:
+        return build_api(pool, tokenizer, IngressOptions(model_name=MODEL, **options), defaults or {}, access)
 
     return make
 
