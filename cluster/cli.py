@@ -14,6 +14,7 @@ from hybridserve.cluster.cli_inspect import inspect
 from hybridserve.cluster.cli_keys import keys
 from hybridserve.cluster.cli_plan import plan
 from hybridserve.cluster.cli_serve import serve
+from hybridserve.cluster.cli_update import update
 
 app = typer.Typer(
     help="Serve hybrid-attention language models.",
@@ -25,6 +26,7 @@ app.command()(generate)
 app.command()(inspect)
 app.command()(plan)
 app.command()(serve)
+app.command()(update)
 app.add_typer(bench, name="bench")
 app.add_typer(keys, name="keys")
 

@@ -20,6 +20,7 @@ from pydantic import (
 
 from hybridserve.cluster.access.options import AccessSettings
 from hybridserve.cluster.cli_sizes import parse_size
+from hybridserve.cluster.observe.logs import LogFormat, LogLevel, LogOptions
 from hybridserve.cluster.routing.pool_spec import PoolLimits, PoolSpec, ReplicaRange
 from hybridserve.replicas.engine.config import EngineConfig
 
@@ -107,6 +108,9 @@ class ServingSettings(_Section):
     """How long loading the model may take."""
     longest_answer_s: PositiveSeconds = 600.0
     """How long a replica that is being stopped may go on with what it has begun."""
+    max_surge_percent: Annotated[int, Field(ge=0, le=100, strict=True)] = 25
+    """Of a pool's replicas, rounded up: how many more an update may start, so that old ones stop only when
+    new ones are ready. 0: old ones stop first, for pools that fill all the GPUs there are."""
 
     @property
     def limits(self) -> PoolLimits:
@@ -178,6 +182,38 @@ class IngressSettings(_Section):
     max_body_bytes: Size = 8 * 2**20
 
 
+class LoggingSettings(_Section):
+    """The log lines of ingress, replicas and engines; never of prompts or answers."""
+
+    format: LogFormat = "text"
+    """"json": one object a line."""
+    level: LogLevel = "info"
+
+    @property
+    def options(self) -> LogOptions:
+        return LogOptions(self.format, self.level)
+
+    @property
+    def serve_config(self) -> dict[str, object]:
+        """For Serve's own lines of a deployment; of each request the ingress has a line that says more."""
+        return {
+            "encoding": "JSON" if self.format == "json" else "TEXT",
+            "log_level": self.level.upper(),
+            "enable_access_log": False,
+        }
+
+
+class TracingSettings(_Section):
+    """OpenTelemetry's traces."""
+
+    exporter: Literal["none", "otlp"] = "none"
+    endpoint: str | None = None
+    """Of a collector, like "http://collector:4318/v1/traces"; by default what OpenTelemetry's own environment
+    variables say."""
+    sampling_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Of the requests whose client does not say whether they are traced."""
+
+
 class AppSettings(_Section):
     """All of a deployment's `args`."""
 
@@ -187,6 +223,8 @@ class AppSettings(_Section):
     ingress: IngressSettings = IngressSettings()
     access: AccessSettings = AccessSettings()
     autoscaling: AutoscalingSettings = AutoscalingSettings()
+    logging: LoggingSettings = LoggingSettings()
+    tracing: TracingSettings = TracingSettings()
     pools: tuple[PoolSettings, ...] = ()
     """By length, the last without a bound; none: one pool for everything."""
 

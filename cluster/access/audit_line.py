@@ -1,6 +1,5 @@
 """One request's line of the audit log, gathered from what passes by. Knows nothing of files."""
 
-import re
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -11,9 +10,9 @@ from hybridserve.cluster.access.client_address import Network, client_address
 from hybridserve.cluster.access.keys import KeyEntry
 from hybridserve.cluster.access.record import RequestRecord
 from hybridserve.cluster.ingress.errors import REJECT_REASON_HEADER
+from hybridserve.cluster.observe.trail import current_request_id
 
 _REASON = REJECT_REASON_HEADER.encode()
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _LONGEST_PATH = 200
 # what access logs know for a client that left before there was a status
 _CLIENT_LEFT = 499
@@ -70,7 +69,7 @@ class AuditEntry:
         reasons = {} if record is None else record.finish_reasons
         line: dict[str, object] = {
             "time": self._time.isoformat(timespec="milliseconds"),
-            "request_id": _request_id(headers),
+            "request_id": current_request_id() or None,
             "answer_id": record and record.answer_id,
             "key": self.key and self.key.name,
             "key_id": self.key and self.key.key_id,
@@ -93,12 +92,6 @@ class AuditEntry:
         line |= {"request": body.decode("utf-8", "replace"), "answers": answers}
         # a character of text takes one to four bytes in memory
         return line, len(body) + sum(map(len, answers))
-
-
-def _request_id(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
-    """The request's name, which the server in front, or our own middleware, has put in its headers."""
-    value = next((value for name, value in headers if name == b"x-request-id"), b"")
-    return value.decode() if _REQUEST_ID.fullmatch(value) else None
 
 
 def _find(headers: Sequence[tuple[bytes, bytes]], name: bytes) -> str | None:

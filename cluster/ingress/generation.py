@@ -16,6 +16,7 @@ from hybridserve.cluster.ingress.errors import ApiError
 from hybridserve.cluster.ingress.metrics import AnswerClock
 from hybridserve.cluster.ingress.prompts import TokenizedPrompt
 from hybridserve.cluster.ingress.service import Service
+from hybridserve.cluster.observe.trail import current_request_id
 from hybridserve.cluster.pool.interface import GenerationRequest, PoolError
 from hybridserve.cluster.routing.admission import Priority
 from hybridserve.cluster.routing.cost import cost_of
@@ -67,6 +68,7 @@ class Job:
             params,
             self.stated_max_tokens,
             self.priority,
+            current_request_id(),
         )
 
 
@@ -127,23 +129,21 @@ def run(service: Service, job: Job) -> AsyncGenerator[Piece, None]:
     """
     check_answer_size([len(prompt.token_ids) for prompt in job.prompts], job.params)
     current_record().admit(job.request_id, service.options.model_name, job.prompt_tokens, job.expected_tokens)
-    service.metrics.prompt_tokens.inc(job.prompt_tokens)
     return _interleave([_answer(service, job, index) for index in range(len(job.prompts) * job.n)])
 
 
 async def _answer(service: Service, job: Job, index: int) -> AsyncGenerator[Piece, None]:
     request = job.request(index)
     text = AnswerText(service.tokenizer, request.prompt_token_ids, request.params)
-    clock = AnswerClock(service.metrics, job.arrival)
+    clock = AnswerClock(service.metrics, request, job.arrival, counts_prompt=index % job.n == 0)
     record = current_record()
     reason = "cancelled"
     try:
         async with aclosing(service.pool.generate(request)) as news:
             while True:
                 output = await _next(news, request.request_id)
-                if output.token_ids:
-                    clock.tokens(len(output.token_ids))
-                elif not output.finished:
+                clock.news(output)
+                if not output.token_ids and not output.finished:
                     # only says that the engine has the request
                     continue
                 piece = _piece(text, index, output)
@@ -158,7 +158,7 @@ async def _answer(service: Service, job: Job, index: int) -> AsyncGenerator[Piec
         reason = "error"
         raise
     finally:
-        service.metrics.count_answer(reason)
+        clock.end(reason)
         record.end_answer(index, reason)
 
 

@@ -170,6 +170,12 @@ class PoolLoads:
                 self._see(booking)
                 self._shrink(booking, booking.remaining)
 
+    def replica_of(self, request_id: str) -> str | None:
+        """The replica that a request was given to; None before that, and after its end."""
+        with self._lock:
+            booking = self._bookings.get(request_id)
+            return None if booking is None else booking.replica
+
     def reports(self) -> dict[str, ReplicaLoad]:
         """The last report of every replica that has sent one."""
         with self._lock:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from hybridserve.replicas.sampling_params import SamplingParams
 START_S = 120
 STOP_S = 60
 CONTEXT = 2048
+
+_REPLICAS = ("ingress", "replica")
 
 Offline = Callable[..., list[list[CompletionOutput]]]
 
@@ -139,13 +142,17 @@ class Server:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
 
     def metrics(self) -> dict[str, float]:
-        """Every sample without labels, and others as name{value,value}."""
+        """Samples added up over ingress replicas and pools' replicas, and once more over pools: the name, and
+        what labels are left as name{value,value}."""
         text = httpx.get(f"{self.url}/metrics", timeout=10).text
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-        return {
-            sample.name + (f"{{{','.join(sample.labels.values())}}}" if sample.labels else ""): sample.value
-            for sample in samples
-        }
+        sums: dict[str, float] = defaultdict(float)
+        for sample in samples:
+            labels = {name: value for name, value in sample.labels.items() if name not in _REPLICAS}
+            pools = {name: value for name, value in labels.items() if name != "pool"}
+            for left in (labels, pools) if "pool" in labels else (labels,):
+                sums[sample.name + (f"{{{','.join(left.values())}}}" if left else "")] += sample.value
+        return dict(sums)
 
     def occupancy(self) -> tuple[float, ...]:
         """(running, waiting, units used, pages used)."""

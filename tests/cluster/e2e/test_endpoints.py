@@ -72,4 +72,4 @@ def test_metrics_count_an_answer(server, client: openai.OpenAI) -> None:
     assert gained["hybridserve_time_to_first_token_seconds_count"] == 1
     assert gained["hybridserve_inter_token_latency_seconds_count"] == 8
     assert gained["hybridserve_steps_total"] >= 9
-    assert after["hybridserve_units_total"] > 0 and after["hybridserve_pages_total"] > 0
+    assert after["hybridserve_units_limit"] > 0 and after["hybridserve_pages_limit"] > 0
