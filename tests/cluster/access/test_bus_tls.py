@@ -16,7 +16,10 @@ from hybridserve.cluster.bus import frames
 from hybridserve.cluster.bus.frames import Entry
 from hybridserve.cluster.bus.listener import BusListener
 from hybridserve.cluster.bus.sender import BusSender
+from hybridserve.cluster.pool.engine_actor import EngineActor
+from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
 from hybridserve.replicas.engine.plan import EngineOutput
+from hybridserve.replicas.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.anyio
 
@@ -154,3 +157,29 @@ async def test_the_bus_listens_on_the_address_it_was_given_alone() -> None:
         writer.close()
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.2", port)
+
+
+async def test_an_engines_tokens_come_over_tls(new_authority: Callable, fake_factory: Callable) -> None:
+    authority = new_authority("ours")
+    ingress, engine = BusTls(**authority.sign("ingress")), BusTls(**authority.sign("engine"))
+    listener = BusListener("127.0.0.1", tls=listener_context(ingress))
+    await listener.start()
+    actor = EngineActor(fake_factory(), bus_tls=engine)
+    assert isinstance(await actor.start("r1"), EngineInfo)
+    stream = listener.open_stream()
+    asked = GenerationRequest("x", (5,), SamplingParams(max_tokens=8))
+    call = asyncio.create_task(actor.generate(asked, stream.reply_to))
+    tokens: list[int] = []
+    while len(tokens) < 8:
+        tokens += (await asyncio.wait_for(stream.news.get(), 30)).token_ids
+    assert tokens == list(range(5, 13)) == list((await call).output.token_ids)
+    await actor.close()
+    await listener.close()
+
+
+async def test_an_engine_whose_certificates_cannot_be_used_does_not_start(
+    new_authority: Callable, fake_factory: Callable
+) -> None:
+    files = new_authority("ours").sign("engine")
+    actor = EngineActor(fake_factory(), bus_tls=BusTls(**{**files, "cafile": "/nowhere.pem"}))
+    assert "cafile /nowhere.pem cannot be used" in str(await actor.start())
