@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from hybridserve.cluster.access.build import open_access
 from hybridserve.cluster.access.bus_tls import listener_context
 from hybridserve.cluster.bus.listener import BusListener
+from hybridserve.cluster.garbage import collect_rarely
 from hybridserve.cluster.ingress.app import build_api
 from hybridserve.cluster.ingress.exposition import Snapshot
 from hybridserve.cluster.ingress.options import IngressOptions
@@ -26,6 +27,7 @@ from hybridserve.cluster.routing.pool_spec import PoolSpec
 from hybridserve.cluster.routing.registry import pool_loads
 from hybridserve.cluster.serve_alpha.broadcast import AllReplicas
 from hybridserve.cluster.serve_alpha.exposure import warn_if_exposed
+from hybridserve.cluster.serve_alpha.proxy_mode import check
 from hybridserve.cluster.settings import AppSettings
 from hybridserve.replicas.models.config import load_generation_defaults
 from hybridserve.replicas.sampling_params import MAX_N
@@ -56,7 +58,9 @@ class Ingress:
     """
 
     async def __init__(self, settings: AppSettings, pools: dict[str, DeploymentHandle]) -> None:
+        check(settings.ingress.proxy)
         self._settings = settings
+        self._tracer: RequestTracer | None = None
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
         set_up_logging(settings.logging.options, component="ingress", replica=self._name)
@@ -91,7 +95,8 @@ class Ingress:
             # Serve's proxy adds a header of that name itself
             name_requests=False,
         )
-        observers = Observers(self._name, _build_tracer(settings, self._name), self._other_ingresses)
+        self._tracer = _build_tracer(settings, self._name)
+        observers = Observers(self._name, self._tracer, self._other_ingresses)
         self._api = build_api(
             self._router,
             Tokenizer.load(settings.model.path),
@@ -100,7 +105,13 @@ class Ingress:
             observers,
             self._access,
         )
+        collect_rarely()
         return self._api
+
+    def __del__(self) -> None:
+        """Called by Serve before the process ends."""
+        if self._tracer is not None:
+            self._tracer.shut_down()
 
     async def metrics_snapshot(self) -> Snapshot:
         """Called by other ingress replicas, when one of them is asked for all metrics."""

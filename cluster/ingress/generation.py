@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from hybridserve.cluster.access.record import current_record
 from hybridserve.cluster.ingress.answer_size import check_answer_size
@@ -72,8 +73,7 @@ class Job:
         )
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What one answer gained."""
 
     index: int

@@ -6,13 +6,13 @@ Knows how a pool is reached and how it can fail; nothing of HTTP or of text.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from hybridserve.cluster.bus.frames import ReplyTo
+from hybridserve.cluster.bus.joined import joined
 from hybridserve.cluster.bus.listener import BusListener
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest, PoolError
 from hybridserve.cluster.pool.record import GenerationReply, after
@@ -108,7 +108,7 @@ class HandlePoolClient:
         call.add_done_callback(self._calls.discard)
         ended = False
         try:
-            async for output in _merge(request.request_id, stream.news, call):
+            async for output in _merge(stream.news, call):
                 ended = output.finished
                 yield output
         finally:
@@ -171,7 +171,7 @@ class HandlePoolClient:
 
 
 async def _merge(
-    request_id: str, news: asyncio.Queue[EngineOutput | None], call: asyncio.Task[GenerationReply]
+    news: asyncio.Queue[EngineOutput | None], call: asyncio.Task[GenerationReply]
 ) -> AsyncGenerator[EngineOutput, None]:
     """The request's outputs in order and without gaps, from the bus, or else from the reply.
 
@@ -183,23 +183,30 @@ async def _merge(
     delivered = 0
     while True:
         try:
-            async with asyncio.timeout(_BUS_GRACE_S if call.done() else None):
+            # a timeout costs more than a token
+            if not call.done():
                 output = await news.get()
+            else:
+                async with asyncio.timeout(_BUS_GRACE_S):
+                    output = await news.get()
         except TimeoutError:
             break
         if output is None:
             if call.result().output is None:
                 break
             continue
-        if output.first_index > delivered:
-            continue
-        fresh = after(output, delivered)
-        delivered += len(fresh.token_ids)
-        if fresh.token_ids or fresh.finished:
-            yield replace(fresh, request_id=request_id)
-        if fresh.finished:
-            return
-    yield replace(after(_output_of(call.result()), delivered), request_id=request_id)
+        fresh = []
+        while output is not None:
+            if output.first_index <= delivered:
+                fresh.append(after(output, delivered))
+                delivered += len(fresh[-1].token_ids)
+            output = None if news.empty() else news.get_nowait()
+        news_now = [one for one in fresh if one.token_ids or one.finished]
+        if news_now:
+            yield joined(news_now)
+            if news_now[-1].finished:
+                return
+    yield after(_output_of(call.result()), delivered)
 
 
 def _output_of(reply: GenerationReply) -> EngineOutput:

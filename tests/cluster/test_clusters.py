@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hybridserve.cluster.serve_alpha.proxy_mode import environment
 from hybridserve.cluster.serve_file import BUILDER
 from hybridserve.cluster.settings import AppSettings
 from hybridserve.cluster.settings_reading import parse_settings
@@ -79,14 +80,12 @@ def test_its_cloud_is_too(launcher: str) -> None:
 
 
 def test_serves_variables_are_the_same_wherever_it_is_started(launcher: str, repo_root: Path) -> None:
-    from hybridserve.cluster import serve_process
-
-    for name, value in serve_process._SERVE_TUNING.items():
+    for name, value in environment("serve", Path(), 600).items():
         assert launcher.count(f"{name}={value}") == 2
     service = yaml.safe_load((repo_root / "configs" / "kuberay-rayservice.yaml").read_text())
     for container in containers(service):
         env = {one["name"]: one.get("value") for one in container["env"]}
-        assert serve_process._SERVE_TUNING.items() <= env.items()
+        assert environment("serve", Path(), 600).items() <= env.items()
 
 
 def containers(service: dict) -> list[dict]:
