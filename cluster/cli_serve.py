@@ -112,6 +112,11 @@ def read_serve_file(config: Path, port: int | None = None) -> ServeFile:
         http["port"] = port
     host = http.get("host", "127.0.0.1")
     listens_on = str(host)
+    if http.get("ssl_certfile") and settings.ingress.proxy == "haproxy":
+        raise ValueError(
+            f"http_options.ssl_certfile {http['ssl_certfile']!r}: Serve's HAProxy does not speak TLS; put a "
+            "load balancer that does before it, or set ingress.proxy to serve (docs/security.md)"
+        )
     host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     prefix = str(ours.get("route_prefix") or "/").rstrip("/")
     scheme = "https" if http.get("ssl_certfile") else "http"
