@@ -13,6 +13,7 @@ from hybridserve.cluster.cli_generate import generate
 from hybridserve.cluster.cli_inspect import inspect
 from hybridserve.cluster.cli_plan import plan
 from hybridserve.cluster.cli_serve import proxy_env, serve
+from hybridserve.cluster.cli_simulate import simulate
 from hybridserve.cluster.cli_update import update
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app.command()(inspect)
 app.command()(plan)
 app.command()(serve)
 app.command()(proxy_env)
+app.command()(simulate)
 app.command()(update)
 app.add_typer(bench, name="bench")
 

@@ -21,6 +21,7 @@ from pydantic import (
 from hybridserve.cluster.cli_sizes import parse_size
 from hybridserve.cluster.observe.logs import LogFormat, LogLevel, LogOptions
 from hybridserve.cluster.routing.pool_spec import PoolLimits, PoolSpec, ReplicaRange
+from hybridserve.cluster.scaling.policy import ScalingRule
 from hybridserve.replicas.engine.config import EngineConfig
 
 ONLY_POOL = "pool"
@@ -138,6 +139,18 @@ class AutoscalingSettings(_Section):
     max_gpus: PositiveInt | None = None
     """GPUs of all pools together; by default those that the cluster has."""
 
+    def rule_of(self, spec: PoolSpec) -> ScalingRule:
+        """A pool's targets."""
+        return ScalingRule(
+            min_replicas=spec.replicas.min,
+            max_replicas=spec.replicas.max,
+            target_tokens=max(1, int(self.target_load * spec.limits.token_budget)),
+            max_queue_age_s=self.max_queue_age_s,
+            max_arena_use=self.max_arena_use,
+            up_after_s=self.scale_up_after_s,
+            down_after_s=self.scale_down_after_s,
+        )
+
 
 class ReplicaSettings(_Section):
     """A pool's replicas, when they are a range."""
@@ -199,7 +212,8 @@ class LoggingSettings(_Section):
         """For Serve's own lines of a deployment; of each request the ingress has a line that says more."""
         return {
             "encoding": "JSON" if self.format == "json" else "TEXT",
-            "log_level": self.level.upper(),
+            # what helps to find faults in Serve drowns everything else
+            "log_level": "INFO" if self.level == "debug" else self.level.upper(),
             "enable_access_log": False,
         }
 

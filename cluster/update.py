@@ -178,10 +178,17 @@ def _reason(app: dict[str, Any]) -> str:
     return "\n".join(_reasons(app)) or f"application: {app['status']}: {app['message']}"
 
 
+def _brief(message: str) -> str:
+    """Serve's message without an error's trace: the error itself is its last line."""
+    if "Traceback (most recent call last)" not in message:
+        return message.strip()
+    return message.strip().splitlines()[-1]
+
+
 def _reasons(app: dict[str, Any]) -> Iterator[str]:
     for name, deployment in app["deployments"].items():
         if not _is_settled(deployment):
-            message = deployment["message"].strip()
+            message = _brief(deployment["message"])
             starting = sum(replica["state"] == "STARTING" for replica in deployment["replicas"])
             waits = f"{starting} replicas are starting, or wait for room in the cluster" if starting else ""
             yield f"{name}: {'; '.join(filter(None, (deployment['status'], message, waits)))}"

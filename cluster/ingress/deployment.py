@@ -57,6 +57,7 @@ class Ingress:
     async def __init__(self, settings: AppSettings, pools: dict[str, DeploymentHandle]) -> None:
         check(settings.ingress.proxy)
         self._settings = settings
+        self._tracer: RequestTracer | None = None
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
         set_up_logging(settings.logging.options, component="ingress", replica=self._name)
@@ -86,7 +87,8 @@ class Ingress:
             # Serve's proxy adds a header of that name itself
             name_requests=False,
         )
-        observers = Observers(self._name, _build_tracer(settings, self._name), self._other_ingresses)
+        self._tracer = _build_tracer(settings, self._name)
+        observers = Observers(self._name, self._tracer, self._other_ingresses)
         self._api = build_api(
             self._router,
             Tokenizer.load(settings.model.path),
@@ -96,6 +98,11 @@ class Ingress:
         )
         collect_rarely()
         return self._api
+
+    def __del__(self) -> None:
+        """Called by Serve before the process ends."""
+        if self._tracer is not None:
+            self._tracer.shut_down()
 
     async def metrics_snapshot(self) -> Snapshot:
         """Called by other ingress replicas, when one of them is asked for all metrics."""

@@ -22,6 +22,7 @@ _INTER_TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1,
 _REQUEST_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
 _NO_POOL = "none"
 """The pool of what no pool took."""
+_REJECTED = "rejected"
 
 
 class IngressMetrics:
@@ -74,7 +75,7 @@ class IngressMetrics:
         return Counter(f"hybridserve_{name}", text, labels, registry=self._own)
 
     def count_answer(self, pool: str, finish_reason: str) -> None:
-        """One answer ended: "stop", "length", "error", or "cancelled" when the client left."""
+        """One answer ended: "stop", "length", "error", "cancelled" when the client left, or "rejected"."""
         self._requests.labels(pool or _NO_POOL, finish_reason).inc()
 
     def count_error(self, error: ApiError) -> None:
@@ -146,16 +147,17 @@ class AnswerClock:
 
     def end(self, finish_reason: str) -> None:
         """The answer is over: "stop", "length", "error" or "cancelled"."""
-        trail, pool = self._trail, self._trail.pool or _NO_POOL
-        if trail.pool:
-            # the client may have left before the pool said anything; what was refused has no pool
-            self._count_prompt(pool)
+        trail = self._trail
         trail.ended = self._clock()
-        trail.finish_reason = finish_reason
-        self._metrics.count_answer(pool, finish_reason)
-        self._metrics.duration.labels(pool).observe(trail.ended - self._arrival)
+        trail.finish_reason = finish_reason if trail.pool else _REJECTED
+        self._metrics.count_answer(trail.pool, trail.finish_reason)
+        if not trail.pool:
+            return
+        # the client may have left before the pool said anything
+        self._count_prompt(trail.pool)
+        self._metrics.duration.labels(trail.pool).observe(trail.ended - self._arrival)
         if trail.attempt > 1:
-            self._metrics.retries.labels(pool).inc(trail.attempt - 1)
+            self._metrics.retries.labels(trail.pool).inc(trail.attempt - 1)
 
     def _count_prompt(self, pool: str) -> None:
         if self._counts_prompt:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _UNREADABLE = re.compile(r"[^\x21-\x7e]")
 _OTHER = "other"
+_HEADER = b"x-request-id"
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,9 @@ class Observed:
             return
         trail = self._begin(scope)
         follow(trail)
+        # whoever looks at the request further in sees the id that its client is told
+        headers = [(name, value) for name, value in scope["headers"] if name != _HEADER]
+        scope = {**scope, "headers": [*headers, (_HEADER, trail.request_id.encode())]}
 
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -132,7 +136,8 @@ def _answer_fields(trail: RequestTrail) -> dict[str, object]:
         "answers": len(answers),
         "priority": answers[0].priority,
         "pool": ",".join(sorted({answer.pool for answer in answers} - {""})),
-        "replica": ",".join(sorted({answer.replica for answer in answers} - {""})),
+        # `replica` is this ingress' own
+        "pool_replica": ",".join(sorted({answer.replica for answer in answers} - {""})),
         "attempts": max(answer.attempt for answer in answers),
         "prompt_tokens": sum(answer.prompt_tokens for answer in answers),
         "generation_tokens": sum(answer.generation_tokens for answer in answers),

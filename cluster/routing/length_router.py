@@ -108,7 +108,7 @@ class LengthRouter:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
         """As a pool's own; raises PoolBusy at the first step when there is no room for the request."""
         cost = cost_of(len(request.prompt_token_ids), request.params.max_tokens, request.stated_max_tokens)
-        pool = self._admit(request, cost)
+        pool = self.admit(request, cost)
         pool.loads.book(request.request_id, cost, prefix_of(request.prompt_token_ids))
         trail = current_answer()
         trail.pool = pool.spec.name
@@ -122,8 +122,8 @@ class LengthRouter:
             pool.loads.end(request.request_id)
             await outputs.aclose()
 
-    def _admit(self, request: GenerationRequest, cost: Cost) -> RoutedPool:
-        """The pool that takes the request. Raises PoolBusy when none does."""
+    def admit(self, request: GenerationRequest, cost: Cost) -> RoutedPool:
+        """The pool that takes the request, which is to be booked there. Raises PoolBusy when none does."""
         length = cost.prompt_tokens + (request.stated_max_tokens or 0)
         own = self._pools[bucket_of(self._specs, length)]
         totals = own.loads.totals()

@@ -18,6 +18,14 @@ NEW = {**OLD, "args": {"version": 2}}
 OTHER = {"name": "other", "import_path": "other:app"}
 
 
+SERVES_WORDS = """The deployment failed to start 1 times in a row during a rolling update. Error:
+ray::ServeReplica:ours:pool.initialize_and_get_metadata()
+RuntimeError: Traceback (most recent call last):
+  File "replica.py", line 1, in __init__
+RuntimeError: the golden prompt: 7 instead of 8
+"""
+
+
 class ScriptedServe:
     """Says, after each deploy, one state after another, and then the last one for ever.
 
@@ -87,7 +95,7 @@ GOOD = [
 ]
 BAD = [
     ("DEPLOYING", "UPDATING", "", ["RUNNING", "STARTING"]),
-    ("DEPLOY_FAILED", "DEPLOY_FAILED", "the golden prompt: 7 instead of 8", ["RUNNING"]),
+    ("DEPLOY_FAILED", "DEPLOY_FAILED", SERVES_WORDS, ["RUNNING"]),
 ]
 
 
@@ -108,7 +116,10 @@ def test_a_bad_version_is_taken_back_and_the_reason_told(update) -> None:
     said: list[str] = []
     with pytest.raises(UpdateFailed, match="golden prompt: 7 instead of 8") as failed:
         update(serve, lines=said)
-    assert "the version before it is deployed again, and serves" in str(failed.value)
+    assert str(failed.value) == (
+        "pool: DEPLOY_FAILED; RuntimeError: the golden prompt: 7 instead of 8\n"
+        "the version before it is deployed again, and serves"
+    )
     assert [[app["name"] for app in config["applications"]] for config in serve.deployed] == [
         ["other", "ours"],
         ["ours", "other"],

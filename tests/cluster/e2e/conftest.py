@@ -1,5 +1,6 @@
 """Real server processes on free ports, ended by their recorded pids, and the same model offline."""
 
+import json
 import os
 import signal
 import subprocess
@@ -135,6 +136,11 @@ class Server:
         table = process_table()
         return [pid for pid, start in self._family.items() if table.get(pid, (0, ""))[1] == start]
 
+    def lines_of(self, request_id: str) -> list[dict[str, object]]:
+        """Our processes' log lines of one request, as far as they have come through Ray."""
+        lines = [line[line.index("{") :] for line in self.log.read_text().splitlines() if request_id in line]
+        return [json.loads(line[: line.rindex("}") + 1]) for line in lines]
+
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]
 
@@ -178,7 +184,9 @@ def new_server(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Ite
         folder = tmp_path_factory.mktemp("serve")
         content = yaml.safe_load((repo_root / "configs" / config).read_text())
         content["http_options"]["port"] = port
-        content["applications"][0]["args"]["serving"].update(serving)
+        args = content["applications"][0]["args"]
+        args["serving"].update(serving)
+        args["logging"] = {"format": "json", "level": "debug"}
         path = folder / config
         path.write_text(yaml.safe_dump(content))
         servers.append(Server([*command, str(path)], port, folder / "serve.log", repo_root))

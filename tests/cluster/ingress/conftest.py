@@ -17,7 +17,7 @@ from hybridserve.cluster.ingress.app import build_api
 from hybridserve.cluster.ingress.options import IngressOptions
 from hybridserve.cluster.ingress.service import Observers
 from hybridserve.cluster.observe.trail import current_answer
-from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
+from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest, PoolBusy
 from hybridserve.cluster.routing.load import ReplicaLoad
 from hybridserve.cluster.routing.state import PoolState
 from hybridserve.replicas.engine.plan import EngineOutput, TokenLogprobs
@@ -48,6 +48,8 @@ class FakePool:
         self.failures: dict[int, Exception] = {}
         """By index of the token in whose place it is raised."""
         self.engine_error_at: int | None = None
+        self.rejection: PoolBusy | None = None
+        """What every request is refused with."""
         self.is_ready: bool | Exception = True
         self.info_failure: Exception | None = None
         self.engine_load: ReplicaLoad | None = None
@@ -86,7 +88,9 @@ class FakePool:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
         self.submitted.append(request)
-        # as the length router does
+        if self.rejection is not None:
+            raise self.rejection
+        # as the length router does, where it takes a request
         current_answer().pool = POOL
         try:
             ids = self.answer(request)

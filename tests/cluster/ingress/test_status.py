@@ -170,10 +170,14 @@ def test_metrics_of_requests_move(caller, pool):
 
 
 def test_what_was_refused_is_no_pools(caller, pool):
-    pool.failures = {0: PoolBusy("full", 3, "token_budget")}
+    pool.rejection = PoolBusy("full", 3, "token_budget")
     assert caller.post("/generate", {"prompt": "a"}).status_code == 429
     seen = metrics(caller)
     assert seen["hybridserve_request_errors_total|overloaded|ingress|429"] == 1
+    # no error of a pool's, and nothing that a pool took
+    assert seen["hybridserve_requests_total|rejected|ingress|none"] == 1
+    assert not any(name.startswith("hybridserve_prompt_tokens_total") for name in seen)
+    assert not any(name.startswith("hybridserve_request_duration_seconds_count") for name in seen)
 
 
 def test_one_scrape_is_of_all_ingress_replicas(make_caller, pool):
