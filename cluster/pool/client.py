@@ -201,16 +201,20 @@ async def _merge(
             if call.result().output is None:
                 break
             continue
+        batch = [output]
+        # who is behind catches up; the first token goes alone, as the time of its step is told
+        while output.first_index and not news.empty() and (more := news.get_nowait()) is not None:
+            batch.append(more)
         fresh = []
-        while output is not None:
-            if output.first_index <= delivered:
-                fresh.append(after(output, delivered))
-                delivered += len(fresh[-1].token_ids)
-            output = None if news.empty() else news.get_nowait()
-        news_now = [one for one in fresh if one.token_ids or one.finished]
-        if news_now:
-            yield joined(news_now)
-            if news_now[-1].finished:
+        for one in batch:
+            # what leaves a gap comes again
+            part = after(one, delivered) if one.first_index <= delivered else None
+            if part is not None and (part.token_ids or part.finished):
+                delivered += len(part.token_ids)
+                fresh.append(part)
+        if fresh:
+            yield joined(fresh)
+            if fresh[-1].finished:
                 return
     yield after(_output_of(call.result()), delivered)
 

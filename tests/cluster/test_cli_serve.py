@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -167,3 +168,21 @@ def test_under_nohup_a_closed_terminal_changes_nothing(as_child) -> None:
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_proxy_env_prints_what_a_shell_takes(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = tmp_path / "bin dir" / "hybridserve-haproxy"
+    launcher.parent.mkdir()
+    launcher.touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(launcher.parent / "python"))
+    config = write({"args": {"model": {"path": str(tmp_path)}, "ingress": {"proxy": "haproxy"}}})
+    printed = CliRunner().invoke(app, ["proxy-env", str(config), "--folder", "/run/x"])
+    assert printed.exit_code == 0, printed.output
+    seen = subprocess.run(
+        ["sh", "-c", f"{printed.stdout}\nenv"], capture_output=True, text=True, check=True
+    ).stdout
+    assert f"RAY_SERVE_HAPROXY_BINARY_PATH={launcher}\n" in seen
+    assert "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC=/run/x/haproxy.cfg\n" in seen
+    plain = CliRunner().invoke(app, ["proxy-env", str(write({}))])
+    assert "HAPROXY" not in plain.stdout
+    assert "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH" in plain.stdout
