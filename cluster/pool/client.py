@@ -6,6 +6,7 @@ Knows how a pool is reached and how it can fail; nothing of HTTP or of text.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from contextvars import Context
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
@@ -67,11 +68,16 @@ class HandlePoolClient:
 
         After a replica that does not, the engine that takes its place has to answer a prompt of its own.
         """
-        if self._golden is None or (self._golden.done() and not self._golden.result()):
-            self._golden = asyncio.create_task(self._answer_golden_prompt())
+        golden = self._golden
+        if golden is None or (golden.done() and (golden.cancelled() or not golden.result())):
+            # in a context of its own: Serve cancels the calls of an HTTP request whose client has gone, and
+            # the next one is to find this prompt on its way
+            golden = asyncio.create_task(self._answer_golden_prompt(), context=Context())
+            self._golden = golden
         try:
             async with asyncio.timeout(_QUICK_CALL_S):
-                if await asyncio.shield(self._golden):
+                await asyncio.wait((golden,))
+                if not golden.cancelled() and golden.result():
                     await self._ask_info()
                     return True
         except PoolError:
@@ -195,16 +201,20 @@ async def _merge(
             if call.result().output is None:
                 break
             continue
+        batch = [output]
+        # who is behind catches up; the first token goes alone, as the time of its step is told
+        while output.first_index and not news.empty() and (more := news.get_nowait()) is not None:
+            batch.append(more)
         fresh = []
-        while output is not None:
-            if output.first_index <= delivered:
-                fresh.append(after(output, delivered))
-                delivered += len(fresh[-1].token_ids)
-            output = None if news.empty() else news.get_nowait()
-        news_now = [one for one in fresh if one.token_ids or one.finished]
-        if news_now:
-            yield joined(news_now)
-            if news_now[-1].finished:
+        for one in batch:
+            # what leaves a gap comes again
+            part = after(one, delivered) if one.first_index <= delivered else None
+            if part is not None and (part.token_ids or part.finished):
+                delivered += len(part.token_ids)
+                fresh.append(part)
+        if fresh:
+            yield joined(fresh)
+            if fresh[-1].finished:
                 return
     yield after(_output_of(call.result()), delivered)
 
