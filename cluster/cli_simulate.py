@@ -22,7 +22,13 @@ from hybridserve.cluster.simulation.build import Assumptions, cluster_model
 from hybridserve.cluster.simulation.cluster import ClusterRun, SimulatedCluster
 from hybridserve.cluster.simulation.merging import merged_pools
 from hybridserve.cluster.simulation.outcomes import Figures, Slo, figures
-from hybridserve.cluster.simulation.step_curve import StepCurve, curve_errors, fit_curve, read_curve
+from hybridserve.cluster.simulation.step_curve import (
+    CurveFile,
+    StepCurve,
+    curve_errors,
+    fit_curve,
+    read_curve,
+)
 from hybridserve.cluster.simulation.sweep import Sweep, sweep_cuts
 from hybridserve.replicas.models.config import load_model_config
 
@@ -92,22 +98,13 @@ def simulate(
     shape = workload.Shape(
         scale, scale if answer_scale is None else answer_scale, max_tokens, settings.model.max_context_length
     )
-    rows = [shape.apply(row) for row in workload.read_trace(trace)]
     rng = random.Random(seed)
-    count = num_requests or len(rows)
-    load = (
-        workload.at_trace_times(rows, count, time_scale)
-        if rate is None
-        else workload.poisson(rows, count, rate, rng)
-    )
+    load = _load(trace, shape, num_requests, rate, time_scale, rng)
     load = workload.with_priorities(load, workload.parse_priorities(priority), rng)
     if silent_clients:
         load = [replace(one, says_max_tokens=False) for one in load]
     console = _console()
-    _say(console, f"steps: {file.name} ({file.source})")
-    for what, ms, by_curve in curve_errors(file, fitted):
-        if abs(by_curve / ms - 1) > 0.005:
-            _say(console, f"  {what}: measured {ms:g} ms, by the curve {by_curve:.4g} ms")
+    _say_steps(console, file, fitted)
     if sweep_cuts is not None:
         cuts = _lengths("sweep_cuts", sweep_cuts)
         total = replicas or sum(spec.replicas.max for spec in settings.pool_specs())
@@ -126,6 +123,29 @@ def simulate(
         json_file.write_text(json.dumps(content, indent=1))
     if plot is not None:
         tables.draw_figures(runs, plot, title)
+
+
+def _load(
+    trace: Path,
+    shape: workload.Shape,
+    num_requests: int | None,
+    rate: float | None,
+    time_scale: float,
+    rng: random.Random,
+) -> list[workload.Arrival]:
+    rows = [shape.apply(row) for row in workload.read_trace(trace)]
+    count = num_requests or len(rows)
+    if rate is None:
+        return workload.at_trace_times(rows, count, time_scale)
+    return workload.poisson(rows, count, rate, rng)
+
+
+def _say_steps(console: Console, file: CurveFile, curve: StepCurve) -> None:
+    """Where steps' times are from, and what the curve does not go through."""
+    _say(console, f"steps: {file.name} ({file.source})")
+    for what, ms, by_curve in curve_errors(file, curve):
+        if abs(by_curve / ms - 1) > 0.005:
+            _say(console, f"  {what}: measured {ms:g} ms, by the curve {by_curve:.4g} ms")
 
 
 def _runs(
