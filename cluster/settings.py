@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from hybridserve.cluster.access.options import AccessSettings
 from hybridserve.cluster.cli_sizes import parse_size
 from hybridserve.cluster.observe.logs import LogFormat, LogLevel, LogOptions
 from hybridserve.cluster.routing.pool_spec import PoolLimits, PoolSpec, ReplicaRange
@@ -236,6 +237,7 @@ class AppSettings(_Section):
     parallel: ParallelSettings = ParallelSettings()
     serving: ServingSettings = ServingSettings()
     ingress: IngressSettings = IngressSettings()
+    access: AccessSettings = AccessSettings()
     autoscaling: AutoscalingSettings = AutoscalingSettings()
     logging: LoggingSettings = LoggingSettings()
     tracing: TracingSettings = TracingSettings()

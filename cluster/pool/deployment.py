@@ -42,6 +42,7 @@ def build_pool(
         num_gpus=placement.engine_gpus,
         pool=spec.name,
         logs=settings.logging.options,
+        bus_tls=settings.access.bus_tls,
     )
     deployment = serve.deployment(
         PoolReplica,

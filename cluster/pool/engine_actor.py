@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from hybridserve.cluster.access.bus_tls import sender_context
+from hybridserve.cluster.access.options import BusTls
 from hybridserve.cluster.bus.frames import Entry, ReplyTo, pack_entry
 from hybridserve.cluster.bus.sender import BusSender, Channel
 from hybridserve.cluster.observe.logs import LogOptions, log_event, set_up_logging
@@ -53,11 +55,19 @@ class EngineActor:
         factory: builds the engine, on the step thread.
         pool: the name of the pool, for log lines.
         logs: how its process logs; None: as it does already.
+        bus_tls: certificates for the token bus; None: in the clear.
     """
 
-    def __init__(self, factory: EngineFactory, pool: str = "", logs: LogOptions | None = None) -> None:
+    def __init__(
+        self,
+        factory: EngineFactory,
+        pool: str = "",
+        logs: LogOptions | None = None,
+        bus_tls: BusTls | None = None,
+    ) -> None:
         self._pool = pool
         self._logs = logs
+        self._bus_tls = bus_tls
         self._loop = EngineLoop(factory, _OnEventLoop(self))
         self._requests: dict[str, _Request] = {}
         self._last_load: EngineLoad | None = None
@@ -75,8 +85,12 @@ class EngineActor:
         self.event_loop = asyncio.get_running_loop()
         self._info: asyncio.Future[EngineInfo | str] = self.event_loop.create_future()
         self._died: asyncio.Future[str] = self.event_loop.create_future()
+        try:
+            tls = None if self._bus_tls is None else sender_context(self._bus_tls)
+        except ValueError as error:
+            return str(error)
         self._sender = BusSender(
-            on_cancel=lambda key: self.on_abort(key.hex()), load=self._load, replica=replica
+            on_cancel=lambda key: self.on_abort(key.hex()), load=self._load, replica=replica, tls=tls
         )
         self._loop.start()
         return await self._info

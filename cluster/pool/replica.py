@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hybridserve.cluster.access.options import BusTls
 from hybridserve.cluster.bus.frames import ReplyTo
 from hybridserve.cluster.observe.logs import LogOptions, log_event, set_up_logging
 from hybridserve.cluster.pool.engine_actor import EngineActor
@@ -41,6 +42,8 @@ class EngineActorOptions:
     pool: str = ""
     """The name of the pool, for log lines."""
     logs: LogOptions = LogOptions()
+    bus_tls: BusTls | None = None
+    """Certificates for the token bus; None: in the clear."""
 
 
 class PoolReplica:
@@ -156,4 +159,4 @@ def _start_actor(factory: EngineFactory, options: EngineActorOptions) -> ray.act
         max_concurrency=options.max_concurrent_requests + _SPARE_CALLS,
         scheduling_strategy=strategy,
     )
-    return actor.remote(factory, options.pool, options.logs)
+    return actor.remote(factory, options.pool, options.logs, options.bus_tls)

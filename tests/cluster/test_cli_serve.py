@@ -12,7 +12,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from hybridserve.cluster import serve_process
+from hybridserve.cluster import cli_serve, serve_process
+from hybridserve.cluster.access.exposure import is_loopback, open_server_warning
 from hybridserve.cluster.cli import app
 from hybridserve.cluster.cli_serve import check_port_is_free, read_serve_file
 from hybridserve.cluster.serve_file import BUILDER
@@ -39,6 +40,35 @@ def test_the_address_follows_the_yaml_and_the_port_option(write) -> None:
     moved = read_serve_file(path, port=9001)
     assert moved.url == "http://127.0.0.1:9001/llm"
     assert moved.content["http_options"] == {"host": "0.0.0.0", "port": 9001}
+
+
+def test_certificates_make_it_https_and_do_not_go_with_haproxy(write, tmp_path: Path) -> None:
+    tls = {"host": "0.0.0.0", "ssl_certfile": "a.pem", "ssl_keyfile": "a.key"}
+    file = read_serve_file(write({}, http_options=tls))
+    assert (file.url, file.listens_on) == ("https://127.0.0.1:8000", "0.0.0.0")
+    args = {"model": {"path": str(tmp_path)}, "ingress": {"proxy": "haproxy"}}
+    with pytest.raises(ValueError, match="http_options.ssl_certfile 'a.pem': Serve's HAProxy does not speak"):
+        read_serve_file(write({"args": args}, http_options=tls))
+
+
+@pytest.mark.parametrize(
+    ("host", "alone"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("10.1.2.3", False), ("x", False)],
+)
+def test_who_reaches_a_server(host: str, alone: bool) -> None:
+    assert is_loopback(host) is alone
+    assert host in open_server_warning(host)
+
+
+def test_an_open_server_for_everybody_is_warned_of(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is started: it ends at the port that is in use."""
+    monkeypatch.setattr(cli_serve, "_cluster_runs", lambda: False)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        for host, warned in (("0.0.0.0", True), ("127.0.0.1", False)):
+            path = write({}, http_options={"host": host, "port": other.getsockname()[1]})
+            done = CliRunner().invoke(app, ["serve", str(path)])
+            assert "is in use" in str(done.exception)
+            assert ("SECURITY" in done.output) is warned
 
 
 def test_errors_come_before_anything_is_started(write, tmp_path: Path) -> None:
