@@ -106,6 +106,8 @@ class ServingSettings(_Section):
     """How long loading the model may take."""
     longest_answer_s: PositiveSeconds = 600.0
     """How long a replica that is being stopped may go on with what it has begun."""
+    stuck_after_s: PositiveSeconds = 60.0
+    """How long one step may take; an engine that makes none for so long, with work to do, is replaced."""
 
     @property
     def limits(self) -> PoolLimits:

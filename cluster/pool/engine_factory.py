@@ -1,10 +1,13 @@
 """Builds the engine in the process that runs it, so that no other process of the server loads torch."""
 
-import logging
 import os
 from dataclasses import dataclass, replace
 
+from ray.actor import ActorHandle
+
 from hybridserve.cluster.pool.engine_loop import BuiltEngine
+from hybridserve.cluster.pool.process import prepare_process
+from hybridserve.cluster.pool.shard_processes import ShardProcesses
 from hybridserve.cluster.settings_reading import in_settings_words
 from hybridserve.replicas.engine.config import EngineConfig
 
@@ -14,14 +17,16 @@ class CheckpointEngine:
     """The factory of an engine for a checkpoint. Picklable without torch; call it to build."""
 
     config: EngineConfig
+    shards: tuple[ActorHandle, ...] = ()
+    """Actors of the ranks above 0; filled by the replica."""
+
+    def with_shards(self, shards: tuple[ActorHandle, ...]) -> "CheckpointEngine":
+        return replace(self, shards=shards)
 
     def __call__(self) -> BuiltEngine:
-        # read when torch loads its OpenMP. Threads that wait by spinning take the cores that the proxy and
-        # the ingress need: on two busy cores a step of 20 ms took 300
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        prepare_process()
         from hybridserve.replicas.engine.build import build_engine, resolve_placement
 
-        _log_to_stderr()
         config = self.config
         if config.num_threads is None:
             # ray sets OMP_NUM_THREADS from the actor's logical CPUs, which say nothing of the machine; one
@@ -29,18 +34,8 @@ class CheckpointEngine:
             cores = len(os.sched_getaffinity(0)) - 1
             config = replace(config, num_threads=max(1, cores // config.tensor_parallel_size))
         try:
-            engine = build_engine(config)
+            engine = build_engine(config, processes=ShardProcesses(self.shards) if self.shards else None)
         except ValueError as error:
             raise ValueError(in_settings_words(str(error))) from None
         placement = resolve_placement(config, engine.model_config)
         return BuiltEngine(engine, str(placement.device), placement.dtype_name)
-
-
-def _log_to_stderr() -> None:
-    """Ray passes a worker's stderr on to the terminal; its loggers are silent below warnings."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
-    project = logging.getLogger("hybridserve")
-    project.addHandler(handler)
-    project.setLevel(logging.INFO)
-    project.propagate = False

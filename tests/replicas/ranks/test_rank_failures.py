@@ -100,9 +100,9 @@ def test_ranks_end_with_a_process_that_is_killed(options) -> None:
 
 def test_a_rank_that_cannot_start_says_why(options, monkeypatch) -> None:
     broken = (
-        "from hybridserve.replicas.engine import rank_main\n"
+        "from hybridserve.replicas.engine import rank, rank_main\n"
         "def fail(*args, **options): raise ValueError('no room for it')\n"
-        "rank_main.build_shard = fail; rank_main.main()"
+        "rank.build_shard = fail; rank_main.main()"
     )
     monkeypatch.setattr(local_ranks, "_PROGRAM", broken)
     with pytest.raises(RankFailure, match="rank 1 of 2 failed: ValueError: no room for it"):
