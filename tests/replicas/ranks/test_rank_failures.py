@@ -17,6 +17,7 @@ from hybridserve.parallel.step_channel.watch import RankFailure
 from hybridserve.replicas.engine import build, local_ranks
 from hybridserve.replicas.engine.build import build_engine, check_gpus, resolve_placement
 from hybridserve.replicas.engine.config import EngineConfig
+from hybridserve.replicas.engine.local_ranks import LocalProcesses
 from hybridserve.replicas.engine.sharded_executor import uninterrupted
 from hybridserve.replicas.llm import LLM, SamplingParams
 from hybridserve.replicas.models.config import load_model_config
@@ -138,6 +139,8 @@ def test_every_rank_has_the_visible_gpu_of_its_number(options, monkeypatch) -> N
     model_config = load_model_config(config.model)
     devices = [resolve_placement(config, model_config, rank).device for rank in range(2)]
     assert [str(device) for device in devices] == ["cuda:0", "cuda:1"]
+    local = LocalProcesses()
+    assert [local.device_index(rank) for rank in range(4)] == [0, 1, 2, 3]
     check_gpus(2, 2, "3,1")
     with pytest.raises(
         ValueError, match=r"tensor_parallel_size is 4, .* 2 CUDA .*\(CUDA_VISIBLE_DEVICES is '3,1'\)"
