@@ -24,9 +24,9 @@ from hybridserve.replicas.engine.plan import EngineOutput
 
 # a process that is stopped, or whose machine is gone, is noticed by this; a dead one at once
 PING_TIMEOUT_S = 10.0
-# how long an engine that died in good order may take to answer its requests, and its last frames to leave
+# how long an engine that died in good order may take to answer its requests
 _ANSWERS_S = 0.5
-# how long replies may take on their way out of this process
+# how long replies may take on their way out of this process, and the engine's last frames out of its
 _FLUSH_S = 0.2
 _POLL_S = 0.01
 
@@ -161,11 +161,12 @@ class PoolReplica:
         await self._dead.wait()
         # an engine whose loop has died answers its requests itself
         await self._until_answered(_ANSWERS_S)
+        if self._num_calls:
+            # what it has not answered fails by this
+            self._actors.kill()
+            await self._until_answered(_ANSWERS_S)
         await asyncio.sleep(_FLUSH_S)
-        # what has not been answered fails by this; a process that does not react is ended by Ray
         self._actors.kill()
-        await self._until_answered(_ANSWERS_S)
-        await asyncio.sleep(_FLUSH_S)
         logging.shutdown()
         leave()
 

@@ -173,7 +173,10 @@ async def try_fault(pool: Pool, fault: str, cluster: Cluster, expected: list[lis
 def do(fault: str, victim: dict[str, Any], cluster: Cluster) -> None:
     engine, shard = victim["ranks"][0]["pid"], victim["ranks"][-1]["pid"]
     if fault == "node":
-        [node] = [one for one in cluster.worker_nodes if one.node_id == victim["replica"]["node"]]
+        [socket] = [
+            one["RayletSocketName"] for one in ray.nodes() if one["NodeID"] == victim["replica"]["node"]
+        ]
+        [node] = [one for one in cluster.worker_nodes if one.raylet_socket_name == socket]
         cluster.remove_node(node, allow_graceful=False)
         return
     pid, number = {
@@ -242,6 +245,7 @@ def main() -> None:
         cluster.add_node(num_cpus=8, num_gpus=options.tp, wait=False, **memory)
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+    serve.start(proxy_location="Disabled")
     try:
         asyncio.run(measure(Pool(options.tp), cluster, options.faults.split(",")))
         serve.shutdown()
