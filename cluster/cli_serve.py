@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import socket
+import ssl
 import tempfile
 import time
 import urllib.error
@@ -18,9 +19,11 @@ from typing import Annotated
 import typer
 import yaml
 
+from hybridserve.cluster.access.exposure import is_loopback, open_server_warning
 from hybridserve.cluster.cli_plan import print_plan
 from hybridserve.cluster.plan import check_shards
-from hybridserve.cluster.serve_file import read_application
+from hybridserve.cluster.serve_alpha.proxy_mode import environment
+from hybridserve.cluster.serve_file import read_application, read_settings
 from hybridserve.cluster.serve_process import ServeProcess
 from hybridserve.cluster.settings import AppSettings
 from hybridserve.cluster.settings_reading import load_settings
@@ -36,6 +39,8 @@ class ServeFile:
     settings: AppSettings
     url: str
     """Where the application answers, without a slash at the end."""
+    listens_on: str = "127.0.0.1"
+    """The address that the HTTP server is bound to."""
 
 
 def serve(
@@ -53,10 +58,16 @@ def serve(
         return
     began = time.monotonic()
     file = read_serve_file(config, port)
+    if file.settings.access.keys_file is None and not is_loopback(file.listens_on):
+        typer.echo(open_server_warning(file.listens_on), err=True)
     if not _cluster_runs():
         check_port_is_free(file.url)
     written = nullcontext(config) if port is None else _written(file.content)
-    with written as path, ServeProcess(path, typer.echo) as child:
+    with (
+        written as path,
+        _environment(file) as environment,
+        ServeProcess(path, typer.echo, environment) as child,
+    ):
         failure = _wait_until_ready(child, file.url)
         if failure is None and child.exit_code is None:
             typer.echo(f"\nready in {time.monotonic() - began:.1f} s; try it:\n{_curl(file)}\n")
@@ -64,6 +75,23 @@ def serve(
     if failure is not None:
         raise ValueError(f"the server did not start: {failure}")
     raise typer.Exit(child.wait())
+
+
+def proxy_env(
+    config: Annotated[Path, typer.Argument(help="Serve YAML, like configs/h200x8.yaml.")],
+    folder: Annotated[
+        Path, typer.Option(help="Where HAProxy's configuration and sockets are to be, on every node.")
+    ] = Path("/run/hybridserve"),
+) -> None:
+    """Print the environment variables of the configuration's proxy, for a cluster that is started by itself.
+
+    Every process of the cluster needs them: `eval "$(hybridserve proxy-env CONFIG)"` before `ray start`, or
+    in a pod's `env`.
+    """
+    settings = read_settings(config)
+    longest = settings.serving.longest_answer_s
+    for name, value in environment(settings.ingress.proxy, folder, longest).items():
+        typer.echo(f"export {name}={shlex.quote(value)}")
 
 
 def read_serve_file(config: Path, port: int | None = None) -> ServeFile:
@@ -83,10 +111,17 @@ def read_serve_file(config: Path, port: int | None = None) -> ServeFile:
     if port is not None:
         http["port"] = port
     host = http.get("host", "127.0.0.1")
+    listens_on = str(host)
+    if http.get("ssl_certfile") and settings.ingress.proxy == "haproxy":
+        raise ValueError(
+            f"http_options.ssl_certfile {http['ssl_certfile']!r}: Serve's HAProxy does not speak TLS; put a "
+            "load balancer that does before it, or set ingress.proxy to serve (docs/security.md)"
+        )
     host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     prefix = str(ours.get("route_prefix") or "/").rstrip("/")
-    url = f"http://{host}:{http.get('port', 8000)}{prefix}"
-    return ServeFile({**content, "http_options": http}, settings, url)
+    scheme = "https" if http.get("ssl_certfile") else "http"
+    url = f"{scheme}://{host}:{http.get('port', 8000)}{prefix}"
+    return ServeFile({**content, "http_options": http}, settings, url, listens_on)
 
 
 def check_port_is_free(url: str) -> None:
@@ -118,9 +153,17 @@ def _wait_until_ready(child: ServeProcess, url: str) -> str | None:
     return None
 
 
+def _unverified() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=10) as response:
+        # the certificate is for whatever name clients use; here it is only asked whether the server is up
+        with urllib.request.urlopen(url, timeout=10, context=_unverified()) as response:
             return response.status == 200
     except (urllib.error.URLError, OSError):
         return False
@@ -131,7 +174,27 @@ def _curl(file: ServeFile) -> str:
         {"model": file.settings.model.served_name, "prompt": "def fibonacci(n):", "max_tokens": 48}
     )
     header = shlex.quote("Content-Type: application/json")
-    return f"curl {file.url}/v1/completions -H {header} -d {shlex.quote(body)}"
+    key = "" if file.settings.access.keys_file is None else '-H "Authorization: Bearer $API_KEY" '
+    return f"curl {file.url}/v1/completions {key}-H {header} -d {shlex.quote(body)}"
+
+
+@contextmanager
+def _environment(file: ServeFile) -> Iterator[dict[str, str]]:
+    """For the Serve that is started here; what HAProxy keeps on disk lives as long as the context."""
+    ingress, longest = file.settings.ingress, file.settings.serving.longest_answer_s
+    # not where TMPDIR may lead: a socket's path must be short
+    with tempfile.TemporaryDirectory(prefix="hybridserve-", dir="/tmp") as folder:
+        variables = environment(ingress.proxy, Path(folder), longest)
+        if ingress.proxy == "haproxy":
+            # two servers of one machine must not ask for the same one
+            variables["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"] = str(_free_port())
+        yield variables
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @contextmanager

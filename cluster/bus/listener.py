@@ -7,6 +7,7 @@ that nobody registered is dropped and counted.
 import asyncio
 import logging
 import secrets
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,6 +25,8 @@ from hybridserve.cluster.bus.frames import (
 )
 from hybridserve.cluster.routing.load import ReplicaLoad
 from hybridserve.replicas.engine.plan import EngineOutput
+
+_HANDSHAKE_TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +59,14 @@ class BusListener:
     Args:
         host: of this machine, as engines reach it.
         observer: is told every load, before the news that came with it.
+        tls: of a server; None: in the clear.
     """
 
-    def __init__(self, host: str, observer: LoadObserver | None = None) -> None:
+    def __init__(
+        self, host: str, observer: LoadObserver | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._host = host
+        self._tls = tls
         self._observer = observer
         self._port = 0
         self._server: asyncio.Server | None = None
@@ -70,7 +77,10 @@ class BusListener:
         self.dropped_entries = 0
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, self._host, 0)
+        timeout = None if self._tls is None else _HANDSHAKE_TIMEOUT_S
+        self._server = await asyncio.start_server(
+            self._serve, self._host, 0, ssl=self._tls, ssl_handshake_timeout=timeout
+        )
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:

@@ -7,6 +7,8 @@ event loop; `send` never waits.
 import asyncio
 import contextlib
 import logging
+import ssl
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 
@@ -44,8 +46,10 @@ class Channel:
         load_frame: Callable[[], bytes],
         max_backlog_bytes: int,
         idle_s: float,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.address = address
+        self._tls = tls
         self.epoch = 0
         self.streams = 0
         self.dropped_frames = 0
@@ -85,11 +89,11 @@ class Channel:
 
     async def _run(self) -> None:
         """Dial, write until the connection breaks, dial again as long as a stream needs it."""
-        failures = 0
+        failures = brief = 0
         while failures == 0 or self.streams > 0:
             try:
                 async with asyncio.timeout(_DIAL_TIMEOUT_S):
-                    reader, writer = await asyncio.open_connection(*self.address)
+                    reader, writer = await asyncio.open_connection(*self.address, ssl=self._tls)
             except (OSError, TimeoutError) as error:
                 if failures == 0:
                     logger.warning("token bus: cannot reach the ingress at %s:%d: %s", *self.address, error)
@@ -97,10 +101,17 @@ class Channel:
                 failures += 1
                 continue
             failures = 0
+            began = time.monotonic()
             await self._talk(reader, writer)
             self._lose_backlog()
             if self.streams == 0:
                 return
+            brief = brief + 1 if time.monotonic() - began < _REDIAL_S[-1] else 0
+            if brief:
+                # a server that refuses our certificate hangs up only after the handshake
+                await asyncio.sleep(_REDIAL_S[min(brief, len(_REDIAL_S)) - 1])
+            if brief == 2:
+                logger.warning("token bus: the ingress at %s:%d hangs up at once", *self.address)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Write the backlog and read cancels until either way breaks."""
@@ -147,6 +158,7 @@ class BusSender:
         max_backlog_bytes: unsent bytes an ingress may let pile up before its backlog is dropped.
         idle_s: seconds of silence after which a frame with the load alone is sent.
         replica: the name that routing knows this engine by.
+        tls: of a client; None: in the clear.
     """
 
     def __init__(
@@ -156,12 +168,14 @@ class BusSender:
         max_backlog_bytes: int = 2 * MAX_FRAME_BYTES,
         idle_s: float = _IDLE_S,
         replica: str = "",
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._on_cancel = on_cancel
         self._load = load
         self._max_backlog_bytes = max_backlog_bytes
         self._idle_s = idle_s
         self._replica = replica
+        self._tls = tls
         self._channels: dict[Address, Channel] = {}
 
     def open_stream(self, address: Address) -> Channel:
@@ -169,7 +183,7 @@ class BusSender:
         channel = self._channels.get(address)
         if channel is None or channel.closed:
             channel = Channel(
-                address, self._on_cancel, self._load_frame, self._max_backlog_bytes, self._idle_s
+                address, self._on_cancel, self._load_frame, self._max_backlog_bytes, self._idle_s, self._tls
             )
             self._channels[address] = channel
         channel.streams += 1

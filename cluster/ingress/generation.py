@@ -9,13 +9,18 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+from hybridserve.cluster.access.record import current_record
+from hybridserve.cluster.ingress.answer_size import check_answer_size
 from hybridserve.cluster.ingress.errors import ApiError
 from hybridserve.cluster.ingress.metrics import AnswerClock
 from hybridserve.cluster.ingress.prompts import TokenizedPrompt
 from hybridserve.cluster.ingress.service import Service
+from hybridserve.cluster.observe.trail import current_request_id
 from hybridserve.cluster.pool.interface import GenerationRequest, PoolError
 from hybridserve.cluster.routing.admission import Priority
+from hybridserve.cluster.routing.cost import cost_of
 from hybridserve.replicas.engine.plan import EngineOutput, TokenLogprobs
 from hybridserve.replicas.sampling_params import SamplingParams
 from hybridserve.replicas.text.answer_text import AnswerText
@@ -45,6 +50,12 @@ class Job:
     def prompt_tokens(self) -> int:
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
+    @property
+    def expected_tokens(self) -> int:
+        """Of all answers, as the pools' admission expects them."""
+        stated = self.stated_max_tokens
+        return self.n * sum(cost_of(0, one.max_tokens, stated).answer_tokens for one in self.params)
+
     def request(self, index: int) -> GenerationRequest:
         """What the pool is asked for answer `index`."""
         prompt, answer = divmod(index, self.n)
@@ -58,11 +69,11 @@ class Job:
             params,
             self.stated_max_tokens,
             self.priority,
+            current_request_id(),
         )
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What one answer gained."""
 
     index: int
@@ -114,27 +125,29 @@ def run(service: Service, job: Job) -> AsyncGenerator[Piece, None]:
 
     Raises (while iterating):
         ApiError: the engine refused or failed an answer.
-        PoolError: the pool did.
+        PoolError: the pool did, or has no room (also from the call itself, as for the client's key).
     """
-    service.metrics.prompt_tokens.inc(job.prompt_tokens)
+    check_answer_size([len(prompt.token_ids) for prompt in job.prompts], job.params)
+    current_record().admit(job.request_id, service.options.model_name, job.prompt_tokens, job.expected_tokens)
     return _interleave([_answer(service, job, index) for index in range(len(job.prompts) * job.n)])
 
 
 async def _answer(service: Service, job: Job, index: int) -> AsyncGenerator[Piece, None]:
     request = job.request(index)
     text = AnswerText(service.tokenizer, request.prompt_token_ids, request.params)
-    clock = AnswerClock(service.metrics, job.arrival)
+    clock = AnswerClock(service.metrics, request, job.arrival, counts_prompt=index % job.n == 0)
+    record = current_record()
     reason = "cancelled"
     try:
         async with aclosing(service.pool.generate(request)) as news:
             while True:
                 output = await _next(news, request.request_id)
-                if output.token_ids:
-                    clock.tokens(len(output.token_ids))
-                elif not output.finished:
+                clock.news(output)
+                if not output.token_ids and not output.finished:
                     # only says that the engine has the request
                     continue
                 piece = _piece(text, index, output)
+                record.add(index, len(piece.token_ids), piece.text)
                 if piece.finish_reason is not None:
                     break
                 yield piece
@@ -145,7 +158,8 @@ async def _answer(service: Service, job: Job, index: int) -> AsyncGenerator[Piec
         reason = "error"
         raise
     finally:
-        service.metrics.count_answer(reason)
+        clock.end(reason)
+        record.end_answer(index, reason)
 
 
 async def _next(news: AsyncGenerator[EngineOutput, None], request_id: str) -> EngineOutput:

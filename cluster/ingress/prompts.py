@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hybridserve.cluster.ingress.errors import invalid
 from hybridserve.cluster.ingress.params import check_token_ids
 from hybridserve.cluster.ingress.protocol import Message, Prompt, TemplateFields
+from hybridserve.cluster.observe.trail import current_request
 from hybridserve.cluster.pool.interface import EngineInfo
 from hybridserve.replicas.text.tokenizer import Tokenizer
 
@@ -46,9 +47,10 @@ class PromptReader:
         return TokenizedPrompt(tuple(token_ids), text)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if len(text) <= self._inline_characters:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        with current_request().phase("tokenize"):
+            if len(text) <= self._inline_characters:
+                return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
     async def encode_chat(self, messages: Sequence[Message], options: TemplateFields) -> list[int]:
         """A conversation through the model's template.

@@ -6,13 +6,14 @@ Knows how a pool is reached and how it can fail; nothing of HTTP or of text.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from dataclasses import replace
+from contextvars import Context
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from hybridserve.cluster.bus.frames import ReplyTo
+from hybridserve.cluster.bus.joined import joined
 from hybridserve.cluster.bus.listener import BusListener
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest, PoolError
 from hybridserve.cluster.pool.record import GenerationReply, after
@@ -27,7 +28,7 @@ _BUS_GRACE_S = 0.05
 _QUICK_CALL_S = 2.0
 _CALL_ERRORS = (RayError, RayServeException, TimeoutError, ConnectionError)
 
-logger = logging.getLogger("ray.serve")
+logger = logging.getLogger(__name__)
 
 
 class HandlePoolClient:
@@ -67,11 +68,16 @@ class HandlePoolClient:
 
         After a replica that does not, the engine that takes its place has to answer a prompt of its own.
         """
-        if self._golden is None or (self._golden.done() and not self._golden.result()):
-            self._golden = asyncio.create_task(self._answer_golden_prompt())
+        golden = self._golden
+        if golden is None or (golden.done() and (golden.cancelled() or not golden.result())):
+            # in a context of its own: Serve cancels the calls of an HTTP request whose client has gone, and
+            # the next one is to find this prompt on its way
+            golden = asyncio.create_task(self._answer_golden_prompt(), context=Context())
+            self._golden = golden
         try:
             async with asyncio.timeout(_QUICK_CALL_S):
-                if await asyncio.shield(self._golden):
+                await asyncio.wait((golden,))
+                if not golden.cancelled() and golden.result():
                     await self._ask_info()
                     return True
         except PoolError:
@@ -108,7 +114,7 @@ class HandlePoolClient:
         call.add_done_callback(self._calls.discard)
         ended = False
         try:
-            async for output in _merge(request.request_id, stream.news, call):
+            async for output in _merge(stream.news, call):
                 ended = output.finished
                 yield output
         finally:
@@ -171,7 +177,7 @@ class HandlePoolClient:
 
 
 async def _merge(
-    request_id: str, news: asyncio.Queue[EngineOutput | None], call: asyncio.Task[GenerationReply]
+    news: asyncio.Queue[EngineOutput | None], call: asyncio.Task[GenerationReply]
 ) -> AsyncGenerator[EngineOutput, None]:
     """The request's outputs in order and without gaps, from the bus, or else from the reply.
 
@@ -183,23 +189,34 @@ async def _merge(
     delivered = 0
     while True:
         try:
-            async with asyncio.timeout(_BUS_GRACE_S if call.done() else None):
+            # a timeout costs more than a token
+            if not call.done():
                 output = await news.get()
+            else:
+                async with asyncio.timeout(_BUS_GRACE_S):
+                    output = await news.get()
         except TimeoutError:
             break
         if output is None:
             if call.result().output is None:
                 break
             continue
-        if output.first_index > delivered:
-            continue
-        fresh = after(output, delivered)
-        delivered += len(fresh.token_ids)
-        if fresh.token_ids or fresh.finished:
-            yield replace(fresh, request_id=request_id)
-        if fresh.finished:
-            return
-    yield replace(after(_output_of(call.result()), delivered), request_id=request_id)
+        batch = [output]
+        # who is behind catches up; the first token goes alone, as the time of its step is told
+        while output.first_index and not news.empty() and (more := news.get_nowait()) is not None:
+            batch.append(more)
+        fresh = []
+        for one in batch:
+            # what leaves a gap comes again
+            part = after(one, delivered) if one.first_index <= delivered else None
+            if part is not None and (part.token_ids or part.finished):
+                delivered += len(part.token_ids)
+                fresh.append(part)
+        if fresh:
+            yield joined(fresh)
+            if fresh[-1].finished:
+                return
+    yield after(_output_of(call.result()), delivered)
 
 
 def _output_of(reply: GenerationReply) -> EngineOutput:

@@ -5,14 +5,18 @@ factory does, in this process alone. Everything but the step loop runs on the ac
 """
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from hybridserve.cluster.access.bus_tls import sender_context
+from hybridserve.cluster.access.options import BusTls
 from hybridserve.cluster.bus.frames import KEY_BYTES, Entry, ReplyTo, pack_entry
 from hybridserve.cluster.bus.sender import BusSender, Channel
+from hybridserve.cluster.observe.logs import LogOptions, log_event, set_up_logging
 from hybridserve.cluster.pool.engine_loop import EngineFactory, EngineLoop
 from hybridserve.cluster.pool.golden import golden_fault, golden_request
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
@@ -25,12 +29,15 @@ from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
 # the longest that an ingress may go by an old load while the engine steps
 _LOAD_PERIOD_S = 0.1
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class _Request:
     """A request from its submission to its end."""
 
     record: OutputRecord
+    client_request_id: str
     reply: asyncio.Future[GenerationReply]
     key: bytes
     attempt: int = 0
@@ -49,10 +56,23 @@ class EngineActor:
 
     Args:
         factory: builds the engine, on the step thread.
+        pool: the name of the pool, for log lines.
+        logs: how its process logs; None: as it does already.
+        bus_tls: certificates for the token bus; None: in the clear.
         stuck_after_s: how long a step may take before the engine counts as dead.
     """
 
-    def __init__(self, factory: EngineFactory, stuck_after_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        factory: EngineFactory,
+        pool: str = "",
+        logs: LogOptions | None = None,
+        bus_tls: BusTls | None = None,
+        stuck_after_s: float = 60.0,
+    ) -> None:
+        self._pool = pool
+        self._logs = logs
+        self._bus_tls = bus_tls
         self._stuck_after_s = stuck_after_s
         self._watching: asyncio.Task[None] | None = None
         self._loop = EngineLoop(factory, _OnEventLoop(self))
@@ -68,11 +88,17 @@ class EngineActor:
 
         replica: the name under which its load is reported.
         """
+        if self._logs is not None:
+            set_up_logging(self._logs, component="engine", pool=self._pool, replica=replica)
         self.event_loop = asyncio.get_running_loop()
         self._info: asyncio.Future[EngineInfo | str] = self.event_loop.create_future()
         self._died: asyncio.Future[str] = self.event_loop.create_future()
+        try:
+            tls = None if self._bus_tls is None else sender_context(self._bus_tls)
+        except ValueError as error:
+            return str(error)
         self._sender = BusSender(
-            on_cancel=lambda key: self.on_abort(key.hex()), load=self._load, replica=replica
+            on_cancel=lambda key: self.on_abort(key.hex()), load=self._load, replica=replica, tls=tls
         )
         self._loop.start()
         info = await self._info
@@ -143,6 +169,7 @@ class EngineActor:
         engine_id = reply_to.key.hex()
         one = _Request(
             OutputRecord(request.request_id),
+            request.client_request_id,
             self.event_loop.create_future(),
             reply_to.key,
             reply_to.attempt,
@@ -186,6 +213,7 @@ class EngineActor:
         if not one.reply.done():
             one.reply.set_result(reply)
             one.stream.put_nowait(None)
+            _log_end(one, reply)
 
     # what follows is called on the event loop: by `_OnEventLoop` for the step thread, and by the bus
 
@@ -200,6 +228,8 @@ class EngineActor:
             if one is None:
                 # aborted while the step ran
                 continue
+            if output.first_index == 0 and output.first_scheduled_time:
+                output = replace(output, first_scheduled_time=_on_wall_clock(output.first_scheduled_time))
             one.record.append(output)
             self._backlog.progress(output.request_id, len(output.token_ids))
             if output.finished:
@@ -247,6 +277,27 @@ class EngineActor:
         for one in self._requests.values():
             self._finish(one, GenerationReply(failed=self._death))
         self._requests.clear()
+
+
+def _on_wall_clock(moment: float) -> float:
+    """Of a time on this host's monotonic clock, which an ingress on another host does not share."""
+    return time.time() - (time.monotonic() - moment)
+
+
+def _log_end(one: _Request, reply: GenerationReply) -> None:
+    """The ingress has a line of each request; here only what went wrong is for everyone to read."""
+    output = reply.output
+    wrong = output is None or output.finish_reason == "error"
+    log_event(
+        logger,
+        logging.WARNING if wrong else logging.DEBUG,
+        "engine_request",
+        request_id=one.client_request_id,
+        attempt=one.attempt,
+        finish_reason="" if output is None else output.finish_reason,
+        generation_tokens=0 if output is None else len(output.token_ids),
+        error=reply.failed or reply.refused or (output.error if output else None),
+    )
 
 
 class _OnEventLoop:

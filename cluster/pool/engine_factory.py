@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 from ray.actor import ActorHandle
 
+from hybridserve.cluster.garbage import collect_rarely
 from hybridserve.cluster.pool.engine_loop import BuiltEngine
-from hybridserve.cluster.pool.process import prepare_process
+from hybridserve.cluster.pool.process import threads_wait_asleep
 from hybridserve.cluster.pool.shard_processes import ShardProcesses
 from hybridserve.cluster.settings_reading import in_settings_words
 from hybridserve.replicas.engine.config import EngineConfig
@@ -24,7 +25,7 @@ class CheckpointEngine:
         return replace(self, shards=shards)
 
     def __call__(self) -> BuiltEngine:
-        prepare_process()
+        threads_wait_asleep()
         from hybridserve.replicas.engine.build import build_engine, resolve_placement
 
         config = self.config
@@ -38,4 +39,5 @@ class CheckpointEngine:
         except ValueError as error:
             raise ValueError(in_settings_words(str(error))) from None
         placement = resolve_placement(config, engine.model_config)
+        collect_rarely()
         return BuiltEngine(engine, str(placement.device), placement.dtype_name)

@@ -8,11 +8,13 @@ import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 
 from ray import serve
 from ray.exceptions import RayActorError
 
 from hybridserve.cluster.bus.frames import ReplyTo
+from hybridserve.cluster.observe.logs import log_event, set_up_logging
 from hybridserve.cluster.pool.engine_loop import EngineFactory
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
 from hybridserve.cluster.pool.record import GenerationReply
@@ -30,7 +32,7 @@ _ANSWERS_S = 0.5
 _FLUSH_S = 0.2
 _POLL_S = 0.01
 
-logger = logging.getLogger("ray.serve")
+logger = logging.getLogger(__name__)
 
 
 class PoolReplica:
@@ -45,6 +47,7 @@ class PoolReplica:
     """
 
     async def __init__(self, factory: EngineFactory | ShardedFactory, options: EngineActorOptions) -> None:
+        set_up_logging(options.logs, component="replica", pool=options.pool, replica=_replica_name())
         self._death: str | None = None
         self._dead = asyncio.Event()
         self._num_calls = 0
@@ -52,7 +55,7 @@ class PoolReplica:
         self._engine = self._actors.engine
         self._info = await self._wait_for_start(options.startup_timeout_s)
         self._tasks = [asyncio.create_task(self._wait_for_death()), asyncio.create_task(self._end())]
-        logger.info("the engine is up: %s", self._info)
+        log_event(logger, logging.INFO, "engine_up", "the engine is up", **asdict(self._info))
 
     async def generate(self, request: GenerationRequest, reply_to: ReplyTo) -> GenerationReply:
         """Serve a request to its end, its tokens going to `reply_to` on the way."""
@@ -151,7 +154,7 @@ class PoolReplica:
         """The replica ends, for this reason unless there is one already; returns the reason."""
         if self._death is None:
             self._death = death
-            logger.error("%s: the replica ends", death)
+            log_event(logger, logging.ERROR, "engine_died", death)
             self._dead.set()
         return self._death
 

@@ -15,6 +15,8 @@ from ray.util import get_current_placement_group
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hybridserve.cluster.access.options import BusTls
+from hybridserve.cluster.observe.logs import LogOptions
 from hybridserve.cluster.pool.engine_actor import EngineActor
 from hybridserve.cluster.pool.engine_loop import BuiltEngine, EngineFactory
 from hybridserve.cluster.pool.shard_actor import ShardActor
@@ -39,6 +41,11 @@ class EngineActorOptions:
     """Of each shard but the engine."""
     stuck_after_s: float = 60.0
     """How long a step may take."""
+    pool: str = ""
+    """The name of the pool, for log lines."""
+    logs: LogOptions = LogOptions()
+    bus_tls: BusTls | None = None
+    """Certificates for the token bus; None: in the clear."""
 
 
 class ShardedFactory(Protocol):
@@ -77,7 +84,7 @@ class ReplicaActors:
                 max_concurrency=options.max_concurrent_requests + _SPARE_CALLS,
                 scheduling_strategy="DEFAULT" if group is None else _in_bundle(group, 0),
             )
-            .remote(factory, options.stuck_after_s)
+            .remote(factory, options.pool, options.logs, options.bus_tls, options.stuck_after_s)
         )
 
     async def ping(self, timeout_s: float) -> str | None:
@@ -112,7 +119,7 @@ def _start_shard(options: EngineActorOptions, group: PlacementGroup, rank: int) 
             num_gpus=options.num_gpus,
             scheduling_strategy=_in_bundle(group, rank),
         )
-        .remote()
+        .remote(rank, options.pool, options.logs)
     )
 
 

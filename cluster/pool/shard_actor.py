@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from hybridserve.cluster.pool.process import prepare_process
+from hybridserve.cluster.observe.logs import LogOptions, set_up_logging
+from hybridserve.cluster.pool.process import threads_wait_asleep
 
 if TYPE_CHECKING:
     from hybridserve.replicas.engine.ranks import RankStart
@@ -23,10 +24,16 @@ logger = logging.getLogger(__name__)
 
 
 class ShardActor:
-    """Runs its rank on a thread of its own, so that it can always answer `ping`."""
+    """Runs its rank on a thread of its own, so that it can always answer `ping`.
 
-    def __init__(self) -> None:
-        prepare_process()
+    Args:
+        rank, pool: for log lines.
+        logs: how its process logs.
+    """
+
+    def __init__(self, rank: int, pool: str, logs: LogOptions) -> None:
+        set_up_logging(logs, component="shard", pool=pool, rank=str(rank))
+        threads_wait_asleep()
         # takes seconds, and the engine's process has as much to do before it can say what the rank is
         threading.Thread(target=_load, name="load", daemon=True).start()
 

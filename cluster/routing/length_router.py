@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
+from hybridserve.cluster.observe.trail import current_answer
 from hybridserve.cluster.pool.interface import (
     EngineInfo,
     GenerationRequest,
@@ -60,6 +61,7 @@ class RoutedPool:
             decisions=dict(self.decisions),
             rejections=dict(self.rejections),
             prefix_hits=self.loads.prefix_hits,
+            unnamed_load=self.client.load(),
         )
 
 
@@ -106,19 +108,22 @@ class LengthRouter:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
         """As a pool's own; raises PoolBusy at the first step when there is no room for the request."""
         cost = cost_of(len(request.prompt_token_ids), request.params.max_tokens, request.stated_max_tokens)
-        pool = self._admit(request, cost)
+        pool = self.admit(request, cost)
         pool.loads.book(request.request_id, cost, prefix_of(request.prompt_token_ids))
+        trail = current_answer()
+        trail.pool = pool.spec.name
         outputs = pool.client.generate(request)
         try:
             async for output in outputs:
                 pool.loads.progress(request.request_id, len(output.token_ids))
                 yield output
         finally:
+            trail.replica = pool.loads.replica_of(request.request_id) or ""
             pool.loads.end(request.request_id)
             await outputs.aclose()
 
-    def _admit(self, request: GenerationRequest, cost: Cost) -> RoutedPool:
-        """The pool that takes the request. Raises PoolBusy when none does."""
+    def admit(self, request: GenerationRequest, cost: Cost) -> RoutedPool:
+        """The pool that takes the request, which is to be booked there. Raises PoolBusy when none does."""
         length = cost.prompt_tokens + (request.stated_max_tokens or 0)
         own = self._pools[bucket_of(self._specs, length)]
         totals = own.loads.totals()

@@ -36,6 +36,8 @@ class PoolState:
     rejections: Mapping[tuple[str, str], int]
     """By (reason, priority)."""
     prefix_hits: int
+    unnamed_load: ReplicaLoad | None = None
+    """A load whose replica is not known, where reports have no name."""
 
     @property
     def max_queue_age_s(self) -> float:
