@@ -109,6 +109,8 @@ class ServingSettings(_Section):
     """How long loading the model may take."""
     longest_answer_s: PositiveSeconds = 600.0
     """How long a replica that is being stopped may go on with what it has begun."""
+    stuck_after_s: PositiveSeconds = 60.0
+    """How long one step may take; an engine that makes none for so long, with work to do, is replaced."""
     max_surge_percent: Annotated[int, Field(ge=0, le=100, strict=True)] = 25
     """Of a pool's replicas, rounded up: how many more an update may start, so that old ones stop only when
     new ones are ready. 0: old ones stop first, for pools that fill all the GPUs there are."""
