@@ -137,7 +137,8 @@ class PoolLoads:
                 return ranked
             hinted = self._last.get(booking.prefix)
             # going elsewhere costs computing the prefix again: worth it only when that is what it saves
-            if hinted in ranked and self._outstanding(hinted) <= self._outstanding(ranked[0]) + PREFIX_TOKENS:
+            near = self._outstanding(ranked[0]) + PREFIX_TOKENS
+            if hinted is not None and hinted in ranked and self._outstanding(hinted) <= near:
                 self.prefix_hits += 1
                 ranked.remove(hinted)
                 ranked.insert(0, hinted)
