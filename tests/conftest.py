@@ -11,7 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+
+# how long an example takes says nothing where several processes share the cores
+hypothesis.settings.register_profile("any-machine", deadline=None)
+hypothesis.settings.load_profile("any-machine")
 
 os.environ.update(
     # a local test cluster needs no tokens, and no test may reach for the network

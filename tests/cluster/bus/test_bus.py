@@ -142,7 +142,7 @@ async def test_a_slow_ingress_loses_its_backlog_and_blocks_nobody() -> None:
         assert slow_channel.epoch > 0
         assert slow_channel.dropped_frames > 0
         assert channel.epoch == 0
-        assert longest < 0.2
+        assert longest < 1.0
         released.set()
         slow.close()
 

@@ -51,7 +51,8 @@ def test_the_pool_sees_the_client_go(serve, pool, path, stream, stuck_at, n):
     left = time.monotonic()
     client.close()
     wait_for(lambda: len(pool.ended) == n)
-    assert max(pool.ended.values()) - left < 0.1
+    # some 10 ms on a machine at rest
+    assert max(pool.ended.values()) - left < 1.0
 
 
 def test_a_place_is_free_again_after_a_disconnect(serve, pool):
