@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from hybridserve.cluster.cli_sizes import parse_size
+from hybridserve.cluster.pool.retry import RetryPolicy
 from hybridserve.cluster.routing.pool_spec import PoolLimits, PoolSpec, ReplicaRange
 from hybridserve.replicas.engine.config import EngineConfig
 
@@ -106,6 +107,14 @@ class ServingSettings(_Section):
     """How long loading the model may take."""
     longest_answer_s: PositiveSeconds = 600.0
     """How long a replica that is being stopped may go on with what it has begun."""
+    retry_wait_s: Seconds = 15.0
+    """How long a request whose replica failed may wait for another one; 0: the failure is told at once."""
+    resume: bool = True
+    """An answer that has begun goes on at another replica; otherwise its client is told of the failure."""
+
+    @property
+    def retry(self) -> RetryPolicy:
+        return RetryPolicy(self.retry_wait_s, self.resume)
 
     @property
     def limits(self) -> PoolLimits:

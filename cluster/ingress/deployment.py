@@ -56,7 +56,7 @@ class Ingress:
         serving = self._settings.serving_of(spec.name)
         client = HandlePoolClient(handle, listener, serving.token_transport, loads)
         admission = Admission(spec.name, spec.limits, self._settings.ingress.num_replicas)
-        return RoutedPool(spec, client, loads, admission)
+        return RoutedPool(spec, client, loads, admission, retry=serving.retry)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Serve after the constructor."""

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from hybridserve.cluster.ingress.errors import ApiError
+from hybridserve.cluster.ingress.errors import AnswerFailed, ApiError
 from hybridserve.cluster.ingress.metrics import AnswerClock
 from hybridserve.cluster.ingress.prompts import TokenizedPrompt
 from hybridserve.cluster.ingress.service import Service
@@ -19,6 +19,9 @@ from hybridserve.cluster.routing.admission import Priority
 from hybridserve.replicas.engine.plan import EngineOutput, TokenLogprobs
 from hybridserve.replicas.sampling_params import SamplingParams
 from hybridserve.replicas.text.answer_text import AnswerText
+
+# of several answers side by side; where their client reads slowly, the wait is theirs
+_MAX_PIECES = 256
 
 PromptLogprobs = tuple[tuple[int, TokenLogprobs], ...]
 
@@ -113,8 +116,8 @@ def run(service: Service, job: Job) -> AsyncGenerator[Piece, None]:
     Closing it early, or a failure of one answer, cancels all that still run.
 
     Raises (while iterating):
-        ApiError: the engine refused or failed an answer.
-        PoolError: the pool did.
+        AnswerFailed: because of an ApiError where the engine refused or failed an answer, of a PoolError
+            where the pool did.
     """
     service.metrics.prompt_tokens.inc(job.prompt_tokens)
     return _interleave([_answer(service, job, index) for index in range(len(job.prompts) * job.n)])
@@ -141,9 +144,9 @@ async def _answer(service: Service, job: Job, index: int) -> AsyncGenerator[Piec
         # here the pool's request is closed, whatever the client does with the last piece
         reason = piece.finish_reason
         yield piece
-    except Exception:
+    except Exception as error:
         reason = "error"
-        raise
+        raise AnswerFailed(job.request_id) from error
     finally:
         service.metrics.count_answer(reason)
 
@@ -186,7 +189,7 @@ async def _interleave(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGe
             async for piece in pieces:
                 yield piece
         return
-    queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+    queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue(_MAX_PIECES)
     tasks = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
     try:
         running = len(tasks)
@@ -211,10 +214,10 @@ async def _pump(
     try:
         async with aclosing(stream) as pieces:
             async for piece in pieces:
-                queue.put_nowait(piece)
-        queue.put_nowait(None)
+                await queue.put(piece)
+        await queue.put(None)
     except Exception as error:
-        queue.put_nowait(error)
+        await queue.put(error)
 
 
 def _next_seed(seed: int, answer: int) -> int:

@@ -5,6 +5,7 @@ Owns its registry, so that several ingresses can live in one process. Times are 
 
 import time
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from hybridserve.cluster.ingress.errors import ApiError
 from hybridserve.cluster.pool.interface import PoolClient
-from hybridserve.cluster.routing.state import PoolState
+from hybridserve.cluster.routing.state import PoolState, RetryOutcome
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -84,8 +85,13 @@ class PoolCollector(Collector):
             "Requests sent to the replica that saw the prompt's beginning last",
             labels=["pool"],
         )
+        retries = CounterMetricFamily(
+            "hybridserve_retries", "Requests that a replica failed", labels=["pool", "outcome"]
+        )
         for state in states:
             name = state.spec.name
+            for outcome in get_args(RetryOutcome):
+                retries.add_metric([name, outcome], state.retries.get(outcome, 0))
             for decision in ("own", "borrowed"):
                 decisions.add_metric([name, decision], state.decisions.get(decision, 0))
             for (reason, priority), count in state.rejections.items():
@@ -93,6 +99,7 @@ class PoolCollector(Collector):
             hits.add_metric([name], state.prefix_hits)
         yield decisions
         yield rejections
+        yield retries
         yield hits
 
 

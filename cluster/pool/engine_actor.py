@@ -65,7 +65,10 @@ class EngineActor:
         self._info: asyncio.Future[EngineInfo | str] = self.event_loop.create_future()
         self._died: asyncio.Future[str] = self.event_loop.create_future()
         self._sender = BusSender(
-            on_cancel=lambda key: self.on_abort(key.hex()), load=self._load, replica=replica
+            on_cancel=lambda key: self.on_abort(key.hex()),
+            load=self._load,
+            replica=replica,
+            on_gone=self.on_ingress_gone,
         )
         self._loop.start()
         return await self._info
@@ -115,7 +118,7 @@ class EngineActor:
     def _submit(self, request: GenerationRequest, reply_to: ReplyTo, channel: Channel | None) -> _Request:
         engine_id = reply_to.key.hex()
         one = _Request(
-            OutputRecord(request.request_id),
+            OutputRecord(request.request_id, len(request.output_token_ids)),
             self.event_loop.create_future(),
             reply_to.key,
             reply_to.attempt,
@@ -199,6 +202,11 @@ class EngineActor:
             self._backlog.end(engine_id)
             self._loop.abort(engine_id)
             self._finish(one, GenerationReply(output=replace(one.record.merged(), finish_reason="abort")))
+
+    def on_ingress_gone(self, channel: Channel) -> None:
+        """Nobody is left to hear of its requests."""
+        for engine_id in [name for name, one in self._requests.items() if one.channel is channel]:
+            self.on_abort(engine_id)
 
     def on_rejected(self, engine_id: str, reply: GenerationReply) -> None:
         one = self._requests.pop(engine_id, None)

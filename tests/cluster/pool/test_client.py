@@ -107,7 +107,6 @@ async def test_tokens_come_one_by_one_from_the_bus(fake_factory) -> None:
     async with local_pool(fake_factory()) as pool:
         assert await pool.tokens(request()) == list(range(5, 15))
         assert len(pool.outputs) == 10
-        assert {output.request_id for output in pool.outputs} == {"r"}
         assert pool.outputs[-1].finish_reason == "length"
         assert pool.client.load() is not None
 
