@@ -54,8 +54,9 @@ class Stream:
         max_unread_tokens: int = MAX_UNREAD_TOKENS,
     ) -> None:
         self.reply_to = reply_to
+        self.first_index = first_index
         self.next_index = first_index
-        """Of the token that is to come next."""
+        """Of the token that is to be taken in next."""
         self.writer: asyncio.StreamWriter | None = None
         """The connection that the last news came by."""
         self.overflowed = False

@@ -198,7 +198,7 @@ async def _merge(stream: Stream, call: asyncio.Task[GenerationReply]) -> AsyncGe
     After a gap the bus is followed again as soon as it has sent what was missing. When the reply is there
     (`stream` is woken then) and the bus has said nothing for `_BUS_GRACE_S`, the rest comes from the reply.
     """
-    delivered = stream.next_index
+    delivered = stream.first_index
     while True:
         try:
             # a timeout costs more than a token
