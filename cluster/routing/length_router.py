@@ -79,11 +79,10 @@ class RoutedPool:
         """Seconds until the next attempt, or None when the client is to be told; either is counted."""
         if not isinstance(error, ReplicaFailed):
             return None
-        pause = attempts.pause_after(error, self.loads.failed(attempts.request.request_id))
-        what = "to be told to its client" if pause is None else "to be sent to another replica"
-        logger.warning(
-            "request %s of pool %s is %s: %s", attempts.request.request_id, self.spec.name, what, error
-        )
+        name = attempts.request.request_id
+        pause = attempts.pause_after(error, self.loads.failed(name))
+        what = "fails" if pause is None else "goes to another replica"
+        logger.warning("pool %s: request %s %s: %s", self.spec.name, name, what, error)
         if pause is None:
             self.retries["failed"] += 1
         return pause

@@ -99,8 +99,8 @@ def fake_factory() -> Callable[..., FakeFactory]:
 
 
 @pytest.fixture(scope="session")
-def ray_instance(free_port: Callable[[], int]) -> Iterator[None]:
-    """Ray with enough logical CPUs for everything the tests start, and Serve on a free port."""
+def ray_instance(free_port: Callable[[], int]) -> Iterator[int]:
+    """Ray with enough logical CPUs for everything the tests start, and Serve on a free port, which it is."""
     # imported here: most tests of the cluster room need no Ray, and it takes two seconds
     import ray
     from ray import cloudpickle, serve
@@ -113,7 +113,8 @@ def ray_instance(free_port: Callable[[], int]) -> Iterator[None]:
         configure_logging=False,
         log_to_driver=False,
     )
-    serve.start(http_options={"host": "127.0.0.1", "port": free_port()})
-    yield
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    yield port
     serve.shutdown()
     ray.shutdown()

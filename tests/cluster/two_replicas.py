@@ -9,6 +9,7 @@ from ray.exceptions import RayActorError
 
 from hybridserve.cluster.bus.frames import ReplyTo
 from hybridserve.cluster.bus.listener import BusListener
+from hybridserve.cluster.bus.stream import MAX_UNREAD_TOKENS
 from hybridserve.cluster.pool.client import HandlePoolClient
 from hybridserve.cluster.pool.engine_actor import EngineActor
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
@@ -20,7 +21,7 @@ from hybridserve.cluster.routing.pool_loads import PoolLoads
 from hybridserve.cluster.routing.pool_spec import PoolLimits, PoolSpec, ReplicaRange
 from hybridserve.replicas.sampling_params import SamplingParams
 
-SPEC = PoolSpec("p", 0, None, 1, ReplicaRange(2, 2), (), PoolLimits(100, 10_000, 30.0, 1.0, 1.0))
+SPEC = PoolSpec("p", 0, None, 1, ReplicaRange(2, 2), (), PoolLimits(100, 10**6, 30.0, 1.0, 1.0))
 
 
 class Response:
@@ -36,6 +37,14 @@ class Response:
         self.task.cancel()
 
 
+class _Info:
+    def __init__(self) -> None:
+        self.engine: EngineInfo | None = None
+
+    def remote(self) -> Response:
+        return Response(asyncio.sleep(0, self.engine))
+
+
 class Replicas:
     """The pool's handle: chooses as Serve's router does, and calls the engine's actor as the replica does."""
 
@@ -48,6 +57,7 @@ class Replicas:
         self.running: dict[str, set[asyncio.Task]] = {}
         self.ready = asyncio.Event()
         self.generate = self
+        self.info = _Info()
 
     def add(self, name: str, actor: EngineActor) -> None:
         self.up[name] = actor
@@ -112,15 +122,18 @@ class Pool:
 
 
 @asynccontextmanager
-async def two_replicas(factory: Callable[[], object], policy: RetryPolicy) -> AsyncIterator[Pool]:
+async def two_replicas(
+    factory: Callable[[], object], policy: RetryPolicy, max_unread_tokens: int = MAX_UNREAD_TOKENS
+) -> AsyncIterator[Pool]:
     loads = PoolLoads()
     replicas = Replicas(loads)
-    listener = BusListener("127.0.0.1", loads)
+    listener = BusListener("127.0.0.1", loads, max_unread_tokens)
     await listener.start()
     actors = {}
     for name in ("a", "b"):
         actors[name] = EngineActor(factory)
-        assert isinstance(await actors[name].start(name), EngineInfo)
+        replicas.info.engine = await actors[name].start(name)
+        assert isinstance(replicas.info.engine, EngineInfo)
         replicas.add(name, actors[name])
     client = HandlePoolClient(replicas, listener, "bus", loads)
     routed = RoutedPool(SPEC, client, loads, Admission("p", SPEC.limits, 1), retry=policy)
