@@ -64,8 +64,8 @@ class PromptReader:
             if least > room:
                 raise invalid(
                     param,
-                    f"{param} has at least {least} tokens; a context of {room + 1} tokens must hold it and one "
-                    "more",
+                    f"{param} has at least {least} tokens; a context of {room + 1} tokens must hold it and "
+                    "one more",
                     code="context_length_exceeded",
                 )
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
