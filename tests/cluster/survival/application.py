@@ -119,12 +119,14 @@ class Application:
         """No engine has a request, as far as reports have come."""
         try:
             now = await self.metrics()
+            if now.get("hybridserve_pool_replicas", 0) < 2:
+                # an ingress learns of the replicas with its first request, which this brings about
+                async with httpx.AsyncClient(timeout=10) as client:
+                    await client.get(f"http://127.0.0.1:{self.port}/ready")
+                return False
         except httpx.HTTPError:
             return False
-        return (
-            now.get("hybridserve_requests_running", 0) + now.get("hybridserve_requests_waiting", 0) == 0
-            and now.get("hybridserve_pool_replicas", 0) >= 2
-        )
+        return now.get("hybridserve_requests_running", 0) + now.get("hybridserve_requests_waiting", 0) == 0
 
     async def whole(self) -> bool:
         """As many replicas of everything as before, and each ingress knows of two of the pool's."""
