@@ -12,7 +12,9 @@ from hybridserve.cluster.cli_bench import bench
 from hybridserve.cluster.cli_generate import generate
 from hybridserve.cluster.cli_inspect import inspect
 from hybridserve.cluster.cli_plan import plan
-from hybridserve.cluster.cli_serve import serve
+from hybridserve.cluster.cli_serve import proxy_env, serve
+from hybridserve.cluster.cli_simulate import simulate
+from hybridserve.cluster.cli_update import update
 
 app = typer.Typer(
     help="Serve hybrid-attention language models.",
@@ -24,6 +26,9 @@ app.command()(generate)
 app.command()(inspect)
 app.command()(plan)
 app.command()(serve)
+app.command()(proxy_env)
+app.command()(simulate)
+app.command()(update)
 app.add_typer(bench, name="bench")
 
 

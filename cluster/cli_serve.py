@@ -20,7 +20,8 @@ import yaml
 
 from hybridserve.cluster.cli_plan import print_plan
 from hybridserve.cluster.plan import check_shards
-from hybridserve.cluster.serve_file import read_application
+from hybridserve.cluster.serve_alpha.proxy_mode import environment
+from hybridserve.cluster.serve_file import read_application, read_settings
 from hybridserve.cluster.serve_process import ServeProcess
 from hybridserve.cluster.settings import AppSettings
 from hybridserve.cluster.settings_reading import load_settings
@@ -56,7 +57,11 @@ def serve(
     if not _cluster_runs():
         check_port_is_free(file.url)
     written = nullcontext(config) if port is None else _written(file.content)
-    with written as path, ServeProcess(path, typer.echo) as child:
+    with (
+        written as path,
+        _environment(file) as environment,
+        ServeProcess(path, typer.echo, environment) as child,
+    ):
         failure = _wait_until_ready(child, file.url)
         if failure is None and child.exit_code is None:
             typer.echo(f"\nready in {time.monotonic() - began:.1f} s; try it:\n{_curl(file)}\n")
@@ -64,6 +69,23 @@ def serve(
     if failure is not None:
         raise ValueError(f"the server did not start: {failure}")
     raise typer.Exit(child.wait())
+
+
+def proxy_env(
+    config: Annotated[Path, typer.Argument(help="Serve YAML, like configs/h200x8.yaml.")],
+    folder: Annotated[
+        Path, typer.Option(help="Where HAProxy's configuration and sockets are to be, on every node.")
+    ] = Path("/run/hybridserve"),
+) -> None:
+    """Print the environment variables of the configuration's proxy, for a cluster that is started by itself.
+
+    Every process of the cluster needs them: `eval "$(hybridserve proxy-env CONFIG)"` before `ray start`, or
+    in a pod's `env`.
+    """
+    settings = read_settings(config)
+    longest = settings.serving.longest_answer_s
+    for name, value in environment(settings.ingress.proxy, folder, longest).items():
+        typer.echo(f"export {name}={shlex.quote(value)}")
 
 
 def read_serve_file(config: Path, port: int | None = None) -> ServeFile:
@@ -132,6 +154,25 @@ def _curl(file: ServeFile) -> str:
     )
     header = shlex.quote("Content-Type: application/json")
     return f"curl {file.url}/v1/completions -H {header} -d {shlex.quote(body)}"
+
+
+@contextmanager
+def _environment(file: ServeFile) -> Iterator[dict[str, str]]:
+    """For the Serve that is started here; what HAProxy keeps on disk lives as long as the context."""
+    ingress, longest = file.settings.ingress, file.settings.serving.longest_answer_s
+    # not where TMPDIR may lead: a socket's path must be short
+    with tempfile.TemporaryDirectory(prefix="hybridserve-", dir="/tmp") as folder:
+        variables = environment(ingress.proxy, Path(folder), longest)
+        if ingress.proxy == "haproxy":
+            # two servers of one machine must not ask for the same one
+            variables["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"] = str(_free_port())
+        yield variables
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @contextmanager

@@ -93,7 +93,7 @@ def run_on_cluster(
 
 
 def _start(settings: BenchmarkSettings, group: PlacementGroup, bundle: dict[str, float], rank: int) -> Any:
-    from hybridserve.parallel.comm_benchmark.environment import FORCED_SWITCHES
+    from hybridserve.parallel.group import FORCED_SWITCHES
 
     # what the user set here holds on the other nodes, too
     switches = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_"))}

@@ -9,6 +9,7 @@ from typing import Literal
 from hybridserve.cluster.routing.pool_spec import PoolSpec
 from hybridserve.cluster.serve_alpha.placement import Placement, plan_placement
 from hybridserve.cluster.settings import AppSettings
+from hybridserve.replicas.arena.layout import ArenaLayout
 from hybridserve.replicas.engine.sizing import longest_sequence, sequences_that_fit
 from hybridserve.replicas.models.config import load_model_config
 from hybridserve.replicas.models.footprint import Footprint, measure_footprint
@@ -27,6 +28,7 @@ class MemoryFit:
     """Tokens of the longest sequence that the arena holds by itself."""
     sequences: tuple[tuple[int, int], ...]
     """(tokens, how many sequences of that length fit at once)."""
+    layout: ArenaLayout
 
 
 @dataclass(frozen=True)
@@ -113,4 +115,5 @@ def _fit(
         arena_bytes=arena_bytes,
         longest=longest_sequence(layout, num_extents),
         sequences=tuple((length, sequences_that_fit(layout, num_extents, length)) for length in lengths),
+        layout=layout,
     )

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -18,13 +18,6 @@ from types import FrameType
 _FAILED = re.compile(r"Failed to update the deployments|Deploying app .* failed|Failed to deploy app")
 _ERROR = re.compile(r"\b(?:[\w.]+\.)?\w+(?:Error|Exception): (?P<message>\S.*)")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# Serve's own defaults run user code and handle routers in threads of their own, so that user code may block.
-# Ours never does, and on two cores the hops between threads cost 7 ms a unary call and 4 ms a token. Serve
-# reads these when its processes start, so a cluster that runs already keeps what it has
-_SERVE_TUNING = {
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-}
 # the error's own lines may come just after the line that says that there was one
 _SETTLE_S = 1.5
 
@@ -38,11 +31,16 @@ class ServeProcess:
     Args:
         config: the YAML.
         output: is called with each line of the child's output, on a thread of its own.
+        environment: for Serve, where this process' own does not say otherwise. Serve reads it when its
+            processes start, so a cluster that runs already keeps what it has.
     """
 
-    def __init__(self, config: Path, output: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: Path, output: Callable[[str], None], environment: Mapping[str, str] | None = None
+    ) -> None:
         self._config = config
         self._output = output
+        self._environment = dict(environment or {})
         self._last_error = ""
         self._failed_at: float | None = None
         self._handlers: dict[int, signal._HANDLER] = {}
@@ -60,7 +58,7 @@ class ServeProcess:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**_SERVE_TUNING, **os.environ},
+            env={**self._environment, **os.environ},
             # a Ctrl-C in the terminal is for us; Ray's processes are not to see it
             start_new_session=True,
         )

@@ -19,8 +19,10 @@ from pydantic import (
 )
 
 from hybridserve.cluster.cli_sizes import parse_size
+from hybridserve.cluster.observe.logs import LogFormat, LogLevel, LogOptions
 from hybridserve.cluster.pool.retry import RetryPolicy
 from hybridserve.cluster.routing.pool_spec import PoolLimits, PoolSpec, ReplicaRange
+from hybridserve.cluster.scaling.policy import ScalingRule
 from hybridserve.replicas.engine.config import EngineConfig
 
 ONLY_POOL = "pool"
@@ -112,6 +114,10 @@ class ServingSettings(_Section):
     resume: bool = True
     """An answer that has begun goes on at another replica; otherwise its client is told of the failure."""
 
+    max_surge_percent: Annotated[int, Field(ge=0, le=100, strict=True)] = 25
+    """Of a pool's replicas, rounded up: how many more an update may start, so that old ones stop only when
+    new ones are ready. 0: old ones stop first, for pools that fill all the GPUs there are."""
+
     @property
     def retry(self) -> RetryPolicy:
         return RetryPolicy(self.retry_wait_s, self.resume)
@@ -142,6 +148,18 @@ class AutoscalingSettings(_Section):
     """How long fewer replicas must have been enough."""
     max_gpus: PositiveInt | None = None
     """GPUs of all pools together; by default those that the cluster has."""
+
+    def rule_of(self, spec: PoolSpec) -> ScalingRule:
+        """A pool's targets."""
+        return ScalingRule(
+            min_replicas=spec.replicas.min,
+            max_replicas=spec.replicas.max,
+            target_tokens=max(1, int(self.target_load * spec.limits.token_budget)),
+            max_queue_age_s=self.max_queue_age_s,
+            max_arena_use=self.max_arena_use,
+            up_after_s=self.scale_up_after_s,
+            down_after_s=self.scale_down_after_s,
+        )
 
 
 class ReplicaSettings(_Section):
@@ -184,6 +202,41 @@ class IngressSettings(_Section):
 
     num_replicas: PositiveInt = 1
     max_body_bytes: Size = 8 * 2**20
+    proxy: Literal["serve", "haproxy"] = "serve"
+    """What stands before it: Serve's own proxy, or HAProxy, which takes environment variables to start."""
+
+
+class LoggingSettings(_Section):
+    """The log lines of ingress, replicas and engines; never of prompts or answers."""
+
+    format: LogFormat = "text"
+    """"json": one object a line."""
+    level: LogLevel = "info"
+
+    @property
+    def options(self) -> LogOptions:
+        return LogOptions(self.format, self.level)
+
+    @property
+    def serve_config(self) -> dict[str, object]:
+        """For Serve's own lines of a deployment; of each request the ingress has a line that says more."""
+        return {
+            "encoding": "JSON" if self.format == "json" else "TEXT",
+            # what helps to find faults in Serve drowns everything else
+            "log_level": "INFO" if self.level == "debug" else self.level.upper(),
+            "enable_access_log": False,
+        }
+
+
+class TracingSettings(_Section):
+    """OpenTelemetry's traces."""
+
+    exporter: Literal["none", "otlp"] = "none"
+    endpoint: str | None = None
+    """Of a collector, like "http://collector:4318/v1/traces"; by default what OpenTelemetry's own environment
+    variables say."""
+    sampling_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Of the requests whose client does not say whether they are traced."""
 
 
 class AppSettings(_Section):
@@ -194,6 +247,8 @@ class AppSettings(_Section):
     serving: ServingSettings = ServingSettings()
     ingress: IngressSettings = IngressSettings()
     autoscaling: AutoscalingSettings = AutoscalingSettings()
+    logging: LoggingSettings = LoggingSettings()
+    tracing: TracingSettings = TracingSettings()
     pools: tuple[PoolSettings, ...] = ()
     """By length, the last without a bound; none: one pool for everything."""
 

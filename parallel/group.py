@@ -4,13 +4,22 @@ Owns the process group object that layers are given. Knows nothing of layers, of
 the processes: the caller hands over a `Store` on which the ranks meet, so that no address is fixed here.
 """
 
+import logging
+import os
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from hybridserve.parallel.peer_memory import PeerAllReduce, open_peers
+
+logger = logging.getLogger(__name__)
+
 BACKENDS = ("gloo", "nccl")
+FORCED_SWITCHES = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+"""Set in every rank before it connects GPUs: NVLink multicast is never used."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +30,9 @@ class TensorParallelGroup:
     size: int
     backend: dist.Backend | None = None
     """The connected backend; None only with `size` 1."""
+    peers: PeerAllReduce | None = None
+    """Sums small messages by reading the other ranks' memory, where that can be done."""
+    why_no_peers: str = "the ranks share no memory"
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
@@ -31,9 +43,11 @@ class TensorParallelGroup:
             raise ValueError(f"tp_size {self.size} needs a connected backend")
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum `x` over the ranks, in place where it is contiguous; returns the sum."""
+        """Sum `x` over the ranks; returns the sum, which may lie in `x`."""
         if self.size == 1:
             return x
+        if x.numel() > 0 and self.reads_peers(x.numel() // x.shape[-1], x.shape[-1], x.dtype):
+            return self.peers.all_reduce(x)
         x = x.contiguous()
         self.backend.allreduce([x]).wait()
         return x
@@ -47,9 +61,15 @@ class TensorParallelGroup:
         self.backend.allgather([parts], [x]).wait()
         return torch.cat(parts, dim)
 
+    def reads_peers(self, rows: int, width: int, dtype: torch.dtype) -> bool:
+        """Whether a message [rows, width] is summed by reading the other ranks' memory."""
+        return self.peers is not None and self.peers.takes(rows, width, dtype)
+
     def abort(self) -> None:
         """End collectives that wait for a rank that is gone; callable from any thread. They raise, or return
         what means nothing, and the group cannot be used any more."""
+        if self.peers is not None:
+            self.peers.abort()
         # gloo's end by themselves when a connection breaks
         if dist.is_nccl_available() and isinstance(self.backend, dist.ProcessGroupNCCL):
             self.backend.abort()
@@ -70,7 +90,9 @@ def connect(
     """Meet the other ranks on `store` and return this rank's group.
 
     The group is not registered as torch's default one: two replicas' groups can live in one process. gloo
-    listens on `address`, by default on what the host's name resolves to.
+    listens on `address`, by default on what the host's name resolves to. With nccl the current device is the
+    rank's, and ranks that reach each other's memory share some (see `peer_memory`), unless the environment
+    has NCCL_P2P_DISABLE=1.
 
     Raises:
         ValueError: `backend` is neither gloo nor nccl, or `rank` is not in [0, size).
@@ -90,4 +112,23 @@ def connect(
         return TensorParallelGroup(rank, size, dist.ProcessGroupGloo(store, rank, size, gloo))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return TensorParallelGroup(rank, size, dist.ProcessGroupNCCL(store, rank, size, options))
+    force_switches(os.environ)
+    group = dist.ProcessGroupNCCL(store, rank, size, options)
+    return TensorParallelGroup(rank, size, group, *_share_memory(rank, size, store))
+
+
+def force_switches(environ: MutableMapping[str, str]) -> None:
+    """Write `FORCED_SWITCHES` into `environ`, whatever it says."""
+    environ.update(FORCED_SWITCHES)
+
+
+def _share_memory(rank: int, size: int, store: dist.Store) -> tuple[PeerAllReduce | None, str]:
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        peers, reason = None, "NCCL_P2P_DISABLE is 1"
+    else:
+        device = torch.device("cuda", torch.cuda.current_device())
+        peers, reason = open_peers(rank, size, dist.PrefixStore("peer_memory", store), device)
+    if rank == 0:
+        how = "by reading each other's memory" if peers is not None else f"by NCCL: {reason}"
+        logger.info("small messages are summed %s", how)
+    return peers, reason

@@ -7,7 +7,7 @@ engine).
 
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -48,8 +48,7 @@ class ReplyTo:
         return self.host, self.port
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """News of one request. `output.request_id` does not travel: the key names the stream."""
 
     key: bytes
@@ -82,8 +81,11 @@ def pack_entry(entry: Entry) -> bytes:
         entry.attempt,
         out.first_index,
         out.token_ids,
-        [_logprobs_fields(one) for one in out.logprobs],
-        [(token_id, _logprobs_fields(one)) for token_id, one in out.prompt_logprobs],
+        # most have none, and an empty comprehension costs as much as packing all the rest
+        [_logprobs_fields(one) for one in out.logprobs] if out.logprobs else (),
+        [(token_id, _logprobs_fields(one)) for token_id, one in out.prompt_logprobs]
+        if out.prompt_logprobs
+        else (),
         out.finish_reason,
         out.stop_token_id,
         out.error,
@@ -169,18 +171,34 @@ def _key(key: object) -> bytes:
 
 
 def _entry(fields: tuple[Any, ...]) -> Entry:
-    key, attempt, first_index, token_ids, logprobs, prompt_logprobs, *rest = fields
-    reason, stop_token_id, error, num_preemptions, first_scheduled_time = rest
+    # written out: this runs for every token of every stream
+    (
+        key,
+        attempt,
+        first_index,
+        token_ids,
+        logprobs,
+        prompt_logprobs,
+        reason,
+        stop_token_id,
+        error,
+        num_preemptions,
+        scheduled,
+    ) = fields
+    if logprobs != ():
+        logprobs = tuple(TokenLogprobs(*one) for one in logprobs)
+    if prompt_logprobs != ():
+        prompt_logprobs = tuple((token_id, TokenLogprobs(*one)) for token_id, one in prompt_logprobs)
     output = EngineOutput(
-        request_id="",
-        first_index=first_index,
-        token_ids=token_ids,
-        logprobs=tuple(TokenLogprobs(*one) for one in logprobs),
-        prompt_logprobs=tuple((token_id, TokenLogprobs(*one)) for token_id, one in prompt_logprobs),
-        finish_reason=reason,
-        stop_token_id=stop_token_id,
-        error=error,
-        num_preemptions=num_preemptions,
-        first_scheduled_time=first_scheduled_time,
+        "",
+        first_index,
+        token_ids,
+        logprobs,
+        prompt_logprobs,
+        reason,
+        stop_token_id,
+        error,
+        num_preemptions,
+        scheduled,
     )
     return Entry(_key(key), attempt, output)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Literal
 
 from hybridserve.cluster.bus.frames import ReplyTo
+from hybridserve.cluster.bus.joined import joined
 from hybridserve.replicas.engine.plan import EngineOutput
 
 MAX_UNREAD_TOKENS = 4096
@@ -94,7 +95,7 @@ class Stream:
         self._put(None)
 
     async def get(self) -> EngineOutput | None:
-        """The next news, in order and without gaps. One caller at a time.
+        """All news that are there, as one, or the next; in order and without gaps. One caller at a time.
 
         Raises:
             StreamOverflow: they came faster than they were read.
@@ -107,9 +108,13 @@ class Stream:
                 await self._waiter
             finally:
                 self._waiter = None
-        news = self._news.popleft()
-        if news is not None:
-            self._unread_tokens -= len(news.token_ids)
+        if self._news[0] is None:
+            return self._news.popleft()
+        fresh = []
+        while self._news and self._news[0] is not None:
+            fresh.append(self._news.popleft())
+        news = joined(fresh)
+        self._unread_tokens -= len(news.token_ids)
         return news
 
     def _put(self, news: EngineOutput | None) -> None:

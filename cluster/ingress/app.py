@@ -16,9 +16,10 @@ from hybridserve.cluster.ingress.completions import Completions
 from hybridserve.cluster.ingress.disconnect import ClientGone
 from hybridserve.cluster.ingress.errors import AnswerFailed, ApiError, error_response, from_validation
 from hybridserve.cluster.ingress.generate import Generate
-from hybridserve.cluster.ingress.limits import Admission, BodyLimit, DropHeaders, RequestId
+from hybridserve.cluster.ingress.limits import Admission, BodyLimit, DropHeaders
+from hybridserve.cluster.ingress.observed import Observed
 from hybridserve.cluster.ingress.options import IngressOptions
-from hybridserve.cluster.ingress.service import Service
+from hybridserve.cluster.ingress.service import Observers, Service
 from hybridserve.cluster.ingress.status import Status
 from hybridserve.cluster.ingress.tokens import Tokens
 from hybridserve.cluster.pool.interface import PoolClient, PoolError
@@ -26,6 +27,8 @@ from hybridserve.replicas.text.tokenizer import Tokenizer
 
 GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
 _STATUS_PATHS = ("/v1/models", "/tokenize", "/detokenize", "/health", "/ready", "/metrics", "/pools")
+# asked every few seconds by machines
+_QUIET_PATHS = ("/health", "/ready", "/metrics", "/pools")
 
 
 def build_api(
@@ -33,18 +36,21 @@ def build_api(
     tokenizer: Tokenizer,
     options: IngressOptions,
     generation_defaults: Mapping[str, object],
+    observers: Observers | None = None,
 ) -> FastAPI:
     """The HTTP application of one ingress replica.
 
     generation_defaults: the contents of the checkpoint's `generation_config.json`, or nothing.
+    observers: by default none.
 
     Raises:
         ValueError: a generation default is out of its bounds.
     """
-    service = Service(pool, tokenizer, options, generation_defaults)
+    service = Service(pool, tokenizer, options, generation_defaults, observers or Observers())
     # bodies are read by hand and routes are Starlette's, which spares a fifth of a request's cost and leaves
     # nothing to generate documentation pages from
     api = FastAPI(title="hybridserve", openapi_url=None, redirect_slashes=False)
+    api.state.service = service
     _add_endpoints(api, service)
     _add_error_handlers(api, service)
     _add_limits(api, service)
@@ -87,8 +93,14 @@ def _add_limits(api: FastAPI, service: Service) -> None:
         full=lambda priority: service.pool.full(priority),
     )
     api.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, report=service.report)
-    if options.name_requests:
-        api.add_middleware(RequestId)
+    api.add_middleware(
+        Observed,
+        routes=(*GENERATION_PATHS, *_STATUS_PATHS),
+        quiet=_QUIET_PATHS,
+        metrics=service.metrics,
+        tracer=service.tracer,
+        name_requests=options.name_requests,
+    )
     api.add_middleware(DropHeaders)
 
 

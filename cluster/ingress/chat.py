@@ -104,27 +104,38 @@ class ChatWriter:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         include_usage = self._ask.include_usage
-        head: dict[str, object] = {**self._head, "object": "chat.completion.chunk"}
-        started: set[int] = set()
+        started: dict[int, sse.TextEvent] = {}
         completion_tokens = 0
         async with aclosing(run(self._service, self._job)) as pieces:
             async for piece in pieces:
                 completion_tokens += len(piece.token_ids)
+                text_event = started.get(piece.index)
+                if text_event is not None and piece.finish_reason is None and not self._ask.logprobs:
+                    if piece.text:
+                        yield text_event.with_text(piece.text)
+                    continue
                 for choice in self._choices(piece, started):
-                    chunk = {**head, "choices": [choice]}
-                    if include_usage:
-                        chunk["usage"] = None
-                    yield sse.event(chunk)
+                    yield sse.event(self._chunk([choice]))
         if include_usage:
             total = usage(self._job.prompt_tokens, completion_tokens)
-            yield sse.event({**head, "choices": [], "usage": total})
+            yield sse.event({**self._chunk([]), "usage": total})
         yield sse.DONE
 
-    def _choices(self, piece: Piece, started: set[int]) -> list[dict[str, object]]:
+    def _chunk(self, choices: list[dict[str, object]]) -> dict[str, object]:
+        chunk = {**self._head, "object": "chat.completion.chunk", "choices": choices}
+        if self._ask.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _text_event(self, index: int) -> sse.TextEvent:
+        """For an answer's pieces that are nothing but text."""
+        return sse.TextEvent(lambda text: self._chunk([_choice(index, {"content": text})]))
+
+    def _choices(self, piece: Piece, started: dict[int, sse.TextEvent]) -> list[dict[str, object]]:
         """The chunks' choices for a piece: the role once, text when there is some, the end by itself."""
         choices = []
         if piece.index not in started:
-            started.add(piece.index)
+            started[piece.index] = self._text_event(piece.index)
             choices.append(_choice(piece.index, {"role": "assistant", "content": ""}))
         logprobs = self._logprobs(piece.token_ids, piece.logprobs) if piece.token_ids else None
         if piece.text or logprobs is not None:

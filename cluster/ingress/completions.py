@@ -69,6 +69,8 @@ class _Progress:
 
     logprobs: CompletionLogprobs | None
     started: bool = False
+    text_event: sse.TextEvent | None = None
+    """For pieces that are nothing but text; made when the first comes."""
 
 
 class CompletionWriter:
@@ -111,16 +113,33 @@ class CompletionWriter:
         async with aclosing(run(self._service, self._job)) as pieces:
             async for piece in pieces:
                 completion_tokens += len(piece.token_ids)
-                choice = self._piece(piece, progress[piece.index])
-                if choice is not None:
-                    chunk = {**self._head, "choices": [choice]}
-                    if include_usage:
-                        chunk["usage"] = None
-                    yield sse.event(chunk)
+                event = self._event(piece, progress[piece.index])
+                if event is not None:
+                    yield event
         if include_usage:
             total = usage(self._job.prompt_tokens, completion_tokens)
             yield sse.event({**self._head, "choices": [], "usage": total})
         yield sse.DONE
+
+    def _event(self, piece: Piece, progress: _Progress) -> bytes | None:
+        """What is sent for a piece, or None when it shows nothing."""
+        if progress.started and piece.finish_reason is None and progress.logprobs is None:
+            if not piece.text:
+                return None
+            if progress.text_event is None:
+                index = piece.index
+                progress.text_event = sse.TextEvent(
+                    lambda text: self._chunk(self._choice(index, text, None, None))
+                )
+            return progress.text_event.with_text(piece.text)
+        choice = self._piece(piece, progress)
+        return None if choice is None else sse.event(self._chunk(choice))
+
+    def _chunk(self, choice: dict[str, object]) -> dict[str, object]:
+        chunk = {**self._head, "choices": [choice]}
+        if self._ask.include_usage:
+            chunk["usage"] = None
+        return chunk
 
     def _piece(self, piece: Piece, progress: _Progress) -> dict[str, object] | None:
         """A chunk's choice, or None when the piece shows nothing."""

@@ -3,7 +3,7 @@
 The only module of the ingress that imports Ray.
 """
 
-import logging
+from typing import TYPE_CHECKING
 
 import ray
 from ray import serve
@@ -12,25 +12,37 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from hybridserve.cluster.bus.listener import BusListener
+from hybridserve.cluster.garbage import collect_rarely
 from hybridserve.cluster.ingress.app import build_api
+from hybridserve.cluster.ingress.exposition import Snapshot
 from hybridserve.cluster.ingress.options import IngressOptions
+from hybridserve.cluster.ingress.service import Observers
+from hybridserve.cluster.observe.logs import set_up_logging
 from hybridserve.cluster.pool.client import HandlePoolClient
 from hybridserve.cluster.routing.admission import Admission
 from hybridserve.cluster.routing.length_router import LengthRouter, RoutedPool
 from hybridserve.cluster.routing.pool_spec import PoolSpec
 from hybridserve.cluster.routing.registry import pool_loads
+from hybridserve.cluster.serve_alpha.broadcast import AllReplicas
+from hybridserve.cluster.serve_alpha.proxy_mode import check
 from hybridserve.cluster.settings import AppSettings
 from hybridserve.replicas.models.config import load_generation_defaults
 from hybridserve.replicas.sampling_params import MAX_N
 from hybridserve.replicas.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    # imported where tracing is on
+    from hybridserve.cluster.observe.traces import RequestTracer
 
 INGRESS_NAME = "ingress"
 
 _INGRESS_CPUS = 0.1
 # HTTP requests that need no engine (health, metrics, tokenize) beside those that do, and those to be refused
 _SPARE_REQUESTS = 256
-
-logger = logging.getLogger("ray.serve")
+# an update starts them all before the old ones stop: they are small
+_SURGE_PERCENT = 100
+# one that does not say in time what it counts is left out of a scrape
+_SNAPSHOT_S = 2.0
 
 
 @serve.ingress()
@@ -43,7 +55,13 @@ class Ingress:
     """
 
     async def __init__(self, settings: AppSettings, pools: dict[str, DeploymentHandle]) -> None:
+        check(settings.ingress.proxy)
         self._settings = settings
+        self._tracer: RequestTracer | None = None
+        context = serve.get_replica_context()
+        self._name = context.replica_id.unique_id
+        set_up_logging(settings.logging.options, component="ingress", replica=self._name)
+        self._others = AllReplicas(context.deployment, context.app_name, "metrics_snapshot")
         specs = settings.pool_specs()
         self._router = LengthRouter([await self._open_pool(spec, pools[spec.name]) for spec in specs])
 
@@ -69,8 +87,31 @@ class Ingress:
             # Serve's proxy adds a header of that name itself
             name_requests=False,
         )
-        tokenizer = Tokenizer.load(settings.model.path)
-        return build_api(self._router, tokenizer, options, load_generation_defaults(settings.model.path))
+        self._tracer = _build_tracer(settings, self._name)
+        observers = Observers(self._name, self._tracer, self._other_ingresses)
+        self._api = build_api(
+            self._router,
+            Tokenizer.load(settings.model.path),
+            options,
+            load_generation_defaults(settings.model.path),
+            observers,
+        )
+        collect_rarely()
+        return self._api
+
+    def __del__(self) -> None:
+        """Called by Serve before the process ends."""
+        if self._tracer is not None:
+            self._tracer.shut_down()
+
+    async def metrics_snapshot(self) -> Snapshot:
+        """Called by other ingress replicas, when one of them is asked for all metrics."""
+        return self._api.state.service.metrics.snapshot()
+
+    async def _other_ingresses(self) -> list[Snapshot]:
+        if self._settings.ingress.num_replicas == 1:
+            return []
+        return [one for one in await self._others.ask(_SNAPSHOT_S) if one.ingress != self._name]
 
 
 def build_ingress(settings: AppSettings, pools: dict[str, Application]) -> Application:
@@ -83,8 +124,25 @@ def build_ingress(settings: AppSettings, pools: dict[str, Application]) -> Appli
         max_ongoing_requests=_share(settings) + _SPARE_REQUESTS,
         graceful_shutdown_timeout_s=settings.serving.longest_answer_s,
         max_constructor_retry_count=1,
+        max_surge_percent=_SURGE_PERCENT,
+        logging_config=settings.logging.serve_config,
     )
     return deployment.bind(settings, pools)
+
+
+def _build_tracer(settings: AppSettings, name: str) -> "RequestTracer | None":
+    """None without tracing. Raises ValueError when the exporter is not installed."""
+    tracing = settings.tracing
+    if tracing.exporter == "none":
+        return None
+    from hybridserve.cluster.observe.traces import RequestTracer, otlp_processor
+
+    return RequestTracer(
+        settings.model.served_name,
+        otlp_processor(tracing.endpoint),
+        tracing.sampling_ratio,
+        {"service.instance.id": name},
+    )
 
 
 def _share(settings: AppSettings) -> int:

@@ -54,6 +54,7 @@ class Generate:
 
     async def _events(self, job: Job) -> AsyncGenerator[bytes, None]:
         completion_tokens = 0
+        text_event = sse.TextEvent(lambda text: {"text": text, "finish_reason": None})
         async with aclosing(run(self._service, job)) as pieces:
             async for piece in pieces:
                 completion_tokens += len(piece.token_ids)
@@ -63,5 +64,5 @@ class Generate:
                         {"text": piece.text, "finish_reason": piece.finish_reason, "usage": total}
                     )
                 elif piece.text:
-                    yield sse.event({"text": piece.text, "finish_reason": None})
+                    yield text_event.with_text(piece.text)
         yield sse.DONE

@@ -9,11 +9,13 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from hybridserve.cluster.ingress.errors import AnswerFailed, ApiError
 from hybridserve.cluster.ingress.metrics import AnswerClock
 from hybridserve.cluster.ingress.prompts import TokenizedPrompt
 from hybridserve.cluster.ingress.service import Service
+from hybridserve.cluster.observe.trail import current_request_id
 from hybridserve.cluster.pool.interface import GenerationRequest, PoolError
 from hybridserve.cluster.routing.admission import Priority
 from hybridserve.replicas.engine.plan import EngineOutput, TokenLogprobs
@@ -61,11 +63,11 @@ class Job:
             params,
             self.stated_max_tokens,
             self.priority,
+            current_request_id(),
         )
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What one answer gained."""
 
     index: int
@@ -119,22 +121,20 @@ def run(service: Service, job: Job) -> AsyncGenerator[Piece, None]:
         AnswerFailed: because of an ApiError where the engine refused or failed an answer, of a PoolError
             where the pool did.
     """
-    service.metrics.prompt_tokens.inc(job.prompt_tokens)
     return _interleave([_answer(service, job, index) for index in range(len(job.prompts) * job.n)])
 
 
 async def _answer(service: Service, job: Job, index: int) -> AsyncGenerator[Piece, None]:
     request = job.request(index)
     text = AnswerText(service.tokenizer, request.prompt_token_ids, request.params)
-    clock = AnswerClock(service.metrics, job.arrival)
+    clock = AnswerClock(service.metrics, request, job.arrival, counts_prompt=index % job.n == 0)
     reason = "cancelled"
     try:
         async with aclosing(service.pool.generate(request)) as news:
             while True:
                 output = await _next(news, request.request_id)
-                if output.token_ids:
-                    clock.tokens(len(output.token_ids))
-                elif not output.finished:
+                clock.news(output)
+                if not output.token_ids and not output.finished:
                     # only says that the engine has the request
                     continue
                 piece = _piece(text, index, output)
@@ -148,7 +148,7 @@ async def _answer(service: Service, job: Job, index: int) -> AsyncGenerator[Piec
         reason = "error"
         raise AnswerFailed(job.request_id) from error
     finally:
-        service.metrics.count_answer(reason)
+        clock.end(reason)
 
 
 async def _next(news: AsyncGenerator[EngineOutput, None], request_id: str) -> EngineOutput:

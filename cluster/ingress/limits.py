@@ -4,11 +4,9 @@ Pure ASGI: Starlette's BaseHTTPMiddleware would put a queue between an endpoint 
 endpoint would no longer see the client go.
 """
 
-import re
-import uuid
 from collections.abc import Callable
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,7 +21,6 @@ Full = Callable[[Priority], PoolBusy | None]
 
 # Serve lets a client set its own deadline and switch off cancellation with these
 DROPPED_HEADERS = (b"x-request-timeout-seconds", b"x-request-disconnect-disabled")
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class DropHeaders:
@@ -37,27 +34,6 @@ class DropHeaders:
             kept = [(name, value) for name, value in scope["headers"] if name.lower() not in DROPPED_HEADERS]
             scope = {**scope, "headers": kept}
         await self._app(scope, receive, send)
-
-
-class RequestId:
-    """Names every request in its answer's `x-request-id`: the client's own name if it is a plain one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-
-        async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
-            await send(message)
-
-        await self._app(scope, receive, send_named)
 
 
 class BodyLimit:

@@ -1,173 +1,162 @@
-"""What Prometheus is told: the engine's load, and what clients of this ingress see.
+"""What this ingress counts of its clients' requests, by pool. Times are in seconds.
 
-Owns its registry, so that several ingresses can live in one process. Times are in seconds.
+Owns its registry, so that several ingresses can live in one process. What pools say of themselves is in
+`pool_metrics`, and how several ingress replicas answer one scrape in `exposition`.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from typing import get_args
+from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from hybridserve.cluster.ingress.errors import ApiError
-from hybridserve.cluster.pool.interface import PoolClient
-from hybridserve.cluster.routing.state import PoolState, RetryOutcome
+from hybridserve.cluster.ingress.exposition import Snapshot, merge, snapshot
+from hybridserve.cluster.ingress.fast_metrics import FastCounter, FastHistogram
+from hybridserve.cluster.ingress.pool_metrics import PoolCollector, RouterCollector
+from hybridserve.cluster.observe.trail import current_request, new_answer
+from hybridserve.cluster.pool.interface import GenerationRequest, PoolClient
+from hybridserve.replicas.engine.plan import EngineOutput
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 _INTER_TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
-_LOAD_GAUGES = (
-    ("running", "hybridserve_requests_running", "Requests in the engine's batch"),
-    ("waiting", "hybridserve_requests_waiting", "Requests that wait for the engine"),
-    ("waiting_tokens", "hybridserve_tokens_waiting", "Tokens not yet computed"),
-    ("units_used", "hybridserve_units_used", "State units in use"),
-    ("units_total", "hybridserve_units_total", "State units there are"),
-    ("pages_used", "hybridserve_pages_used", "KV pages in use"),
-    ("pages_total", "hybridserve_pages_total", "KV pages there are"),
-)
-
-_POOL_GAUGES: tuple[tuple[Callable[[PoolState], float], str, str], ...] = (
-    (lambda state: len(state.replicas), "hybridserve_pool_replicas", "Replicas that are up"),
-    (lambda state: state.budget_tokens, "hybridserve_pool_budget_tokens", "Tokens that may be outstanding"),
-    (lambda state: state.outstanding_tokens, "hybridserve_pool_outstanding_tokens", "Outstanding tokens"),
-    (lambda state: state.queued_tokens, "hybridserve_pool_queued_tokens", "Tokens of prompts that wait"),
-    (
-        lambda state: state.max_queue_age_s,
-        "hybridserve_pool_queue_age_seconds",
-        "Since the oldest request without a first token was taken",
-    ),
-)
-
-
-class EngineCollector(Collector):
-    """The pool's last known load at the time of a scrape; nothing before the first report."""
-
-    def __init__(self, pool: PoolClient) -> None:
-        self._pool = pool
-
-    def collect(self) -> Iterator[Metric]:
-        load = self._pool.load()
-        if load is None:
-            return
-        for field, name, text in _LOAD_GAUGES:
-            yield GaugeMetricFamily(name, text, value=getattr(load, field))
-        seconds = load.step_ms / 1e3
-        yield GaugeMetricFamily("hybridserve_step_seconds", "Duration of the last step", value=seconds)
-        yield CounterMetricFamily("hybridserve_preemptions", "Requests preempted", value=load.preemptions)
-        yield CounterMetricFamily("hybridserve_steps", "Engine steps", value=load.steps)
-
-
-class PoolCollector(Collector):
-    """Every pool's state at the time of a scrape, as this ingress sees it."""
-
-    def __init__(self, pool: PoolClient) -> None:
-        self._pool = pool
-
-    def collect(self) -> Iterator[Metric]:
-        states = self._pool.pools()
-        for read, name, text in _POOL_GAUGES:
-            gauge = GaugeMetricFamily(name, text, labels=["pool"])
-            for state in states:
-                gauge.add_metric([state.spec.name], read(state))
-            yield gauge
-        decisions = CounterMetricFamily(
-            "hybridserve_router_decisions", "Requests sent to a pool", labels=["pool", "decision"]
-        )
-        rejections = CounterMetricFamily(
-            "hybridserve_router_rejections",
-            "Requests of a pool's bucket that were refused",
-            labels=["pool", "reason", "priority"],
-        )
-        hits = CounterMetricFamily(
-            "hybridserve_router_prefix_hits",
-            "Requests sent to the replica that saw the prompt's beginning last",
-            labels=["pool"],
-        )
-        retries = CounterMetricFamily(
-            "hybridserve_retries", "Requests that a replica failed", labels=["pool", "outcome"]
-        )
-        for state in states:
-            name = state.spec.name
-            for outcome in get_args(RetryOutcome):
-                retries.add_metric([name, outcome], state.retries.get(outcome, 0))
-            for decision in ("own", "borrowed"):
-                decisions.add_metric([name, decision], state.decisions.get(decision, 0))
-            for (reason, priority), count in state.rejections.items():
-                rejections.add_metric([name, reason, priority], count)
-            hits.add_metric([name], state.prefix_hits)
-        yield decisions
-        yield rejections
-        yield retries
-        yield hits
+_REQUEST_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
+_NO_POOL = "none"
+"""The pool of what no pool took."""
+_REJECTED = "rejected"
 
 
 class IngressMetrics:
-    """Counters and histograms of one ingress replica."""
+    """Counters and histograms of one ingress replica.
 
-    def __init__(self, pool: PoolClient) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(pool))
-        self._registry.register(PoolCollector(pool))
+    Args:
+        ingress: the replica's name, a label of all that it counts itself.
+    """
+
+    def __init__(self, pool: PoolClient, ingress: str = "ingress") -> None:
+        self._ingress = ingress
+        # what all ingress replicas say alike
+        self._shared = CollectorRegistry()
+        self._shared.register(PoolCollector(pool))
+        self._own = CollectorRegistry()
+        self._own.register(RouterCollector(pool))
         self.in_flight = Gauge(
-            "hybridserve_ingress_requests_in_flight", "Requests in this ingress", registry=self._registry
+            "hybridserve_ingress_requests_in_flight",
+            "Generation requests in this ingress replica",
+            registry=self._own,
         )
-        self.first_token = Histogram(
-            "hybridserve_time_to_first_token_seconds",
-            "From a request's arrival to its first token",
-            buckets=_FIRST_TOKEN_BUCKETS,
-            registry=self._registry,
+        self.first_token = self._histogram(
+            "time_to_first_token", "From a request's arrival to its first token", _FIRST_TOKEN_BUCKETS
         )
-        self.inter_token = Histogram(
-            "hybridserve_inter_token_latency_seconds",
-            "Between two tokens of one answer",
-            buckets=_INTER_TOKEN_BUCKETS,
-            registry=self._registry,
+        self.inter_token = self._histogram(
+            "inter_token_latency", "Between two tokens of one answer", _INTER_TOKEN_BUCKETS
         )
-        self.prompt_tokens = Counter(
-            "hybridserve_prompt_tokens", "Prompt tokens taken", registry=self._registry
+        self.queue_time = self._histogram(
+            "queue_time", "From sending an answer to a replica until its engine began", _FIRST_TOKEN_BUCKETS
         )
-        self.generation_tokens = Counter(
-            "hybridserve_generation_tokens", "Tokens generated", registry=self._registry
+        self.duration = self._histogram(
+            "request_duration", "From a request's arrival to its answer's end", _REQUEST_BUCKETS
         )
-        self._requests = Counter(
-            "hybridserve_requests", "Answers that ended", ["finish_reason"], registry=self._registry
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens that pools have taken", "pool")
+        self.generation_tokens = FastCounter(
+            "hybridserve_generation_tokens", "Tokens generated", ["pool"], registry=self._own
         )
-        self._errors = Counter(
-            "hybridserve_request_errors",
-            "Requests answered with an error",
-            ["status", "code"],
-            registry=self._registry,
+        self._requests = self._counter("requests", "Answers that ended", "pool", "finish_reason")
+        self._errors = self._counter(
+            "request_errors", "Requests answered with an error, or ended by one", "status", "code"
         )
+        self._http = self._counter("http_requests", "HTTP requests that ended", "route", "status")
 
-    def count_answer(self, finish_reason: str) -> None:
-        """One answer ended: "stop", "length", "error", or "cancelled" when the client left."""
-        self._requests.labels(finish_reason).inc()
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> FastHistogram:
+        name = f"hybridserve_{name}_seconds"
+        return FastHistogram(name, text, ["pool"], buckets=buckets, registry=self._own)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"hybridserve_{name}", text, labels, registry=self._own)
+
+    def count_answer(self, pool: str, finish_reason: str) -> None:
+        """One answer ended: "stop", "length", "error", "cancelled" when the client left, or "rejected"."""
+        self._requests.labels(pool or _NO_POOL, finish_reason).inc()
 
     def count_error(self, error: ApiError) -> None:
         self._errors.labels(str(error.status), error.code or "none").inc()
 
-    def render(self) -> bytes:
-        return generate_latest(self._registry)
+    def count_http(self, route: str, status: int) -> None:
+        """status: 0 when the client left before it was told one."""
+        self._http.labels(route, str(status or "cancelled")).inc()
+
+    def snapshot(self) -> Snapshot:
+        """All of it as plain data, to be put together with other ingress replicas'."""
+        return snapshot(self._ingress, self._shared, self._own)
+
+    def render(self, others: list[Snapshot] | None = None) -> bytes:
+        """The text of a scrape, of this ingress replica and `others`."""
+        return merge([self.snapshot(), *(others or [])])
 
 
 class AnswerClock:
-    """Times and counts the tokens of one answer."""
+    """Times and counts one answer, for metrics and for the request's trail.
 
-    def __init__(self, metrics: IngressMetrics, arrival: float) -> None:
-        """arrival: `time.monotonic` seconds."""
+    Args:
+        arrival: of the client's request, `time.monotonic` seconds.
+        counts_prompt: of several answers to one prompt one counts its tokens.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        metrics: IngressMetrics,
+        request: GenerationRequest,
+        arrival: float,
+        counts_prompt: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._metrics = metrics
-        self._last = arrival
-        self._started = False
+        self._clock = clock
+        self._arrival = self._last = arrival
+        self._counts_prompt = counts_prompt
+        self._trail = new_answer(len(request.prompt_token_ids), request.params, request.priority)
 
-    def tokens(self, count: int) -> None:
-        """`count` tokens arrived just now, together."""
-        now = time.monotonic()
+    def news(self, output: EngineOutput) -> None:
+        """The pool has said something; at first that it has the request."""
+        trail, metrics = self._trail, self._metrics
+        pool = trail.pool or _NO_POOL
+        self._count_prompt(pool)
+        trail.preemptions = max(trail.preemptions, output.num_preemptions)
+        count = len(output.token_ids)
+        if output.first_scheduled_time and output.first_index == 0 and count == 1:
+            # an engine's actor puts this output's time, and no other's, on the wall clock
+            trail.scheduled = output.first_scheduled_time
+        if not count:
+            return
+        now = self._clock()
         elapsed, self._last = now - self._last, now
-        if self._started:
-            self._metrics.inter_token.observe(elapsed / count)
+        if trail.first_token is None:
+            trail.first_token = now
+            metrics.first_token.labels(pool).observe(elapsed)
+            begun = current_request().scheduled(trail)
+            if begun is not None:
+                metrics.queue_time.labels(pool).observe(begun - trail.sent)
+            # resolved once: each answer has many tokens
+            self._inter_token = metrics.inter_token.labels(pool)
+            self._generated = metrics.generation_tokens.labels(pool)
         else:
-            self._started = True
-            self._metrics.first_token.observe(elapsed)
-        self._metrics.generation_tokens.inc(count)
+            self._inter_token.observe(elapsed / count)
+        trail.generation_tokens += count
+        self._generated.inc(count)
+
+    def end(self, finish_reason: str) -> None:
+        """The answer is over: "stop", "length", "error" or "cancelled"."""
+        trail = self._trail
+        trail.ended = self._clock()
+        trail.finish_reason = finish_reason if trail.pool else _REJECTED
+        self._metrics.count_answer(trail.pool, trail.finish_reason)
+        if not trail.pool:
+            return
+        # the client may have left before the pool said anything
+        self._count_prompt(trail.pool)
+        self._metrics.duration.labels(trail.pool).observe(trail.ended - self._arrival)
+
+    def _count_prompt(self, pool: str) -> None:
+        if self._counts_prompt:
+            self._counts_prompt = False
+            self._metrics.prompt_tokens.labels(pool).inc(self._trail.prompt_tokens)

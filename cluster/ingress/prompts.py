@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hybridserve.cluster.ingress.errors import invalid
 from hybridserve.cluster.ingress.params import check_token_ids
 from hybridserve.cluster.ingress.protocol import Message, Prompt, TemplateFields
+from hybridserve.cluster.observe.trail import current_request
 from hybridserve.cluster.pool.interface import EngineInfo
 from hybridserve.replicas.text.tokenizer import Tokenizer
 
@@ -56,19 +57,20 @@ class PromptReader:
             ApiError: 400; it is told without tokenising that there are more. One that has more may still be
                 tokenised: refusing those is the caller's business.
         """
-        if len(text) <= self._inline_characters:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        if room is not None and len(text) > room:
-            # megabytes take seconds to tokenise, and milliseconds to see that they cannot fit
-            least = await asyncio.to_thread(self.tokenizer.min_tokens, text)
-            if least > room:
-                raise invalid(
-                    param,
-                    f"{param} has at least {least} tokens; a context of {room + 1} tokens must hold it and "
-                    "one more",
-                    code="context_length_exceeded",
-                )
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        with current_request().phase("tokenize"):
+            if len(text) <= self._inline_characters:
+                return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            if room is not None and len(text) > room:
+                # megabytes take seconds to tokenise, and milliseconds to see that they cannot fit
+                least = await asyncio.to_thread(self.tokenizer.min_tokens, text)
+                if least > room:
+                    raise invalid(
+                        param,
+                        f"{param} has at least {least} tokens; a context of {room + 1} tokens must hold it "
+                        "and one more",
+                        code="context_length_exceeded",
+                    )
+            return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
     async def encode_chat(
         self, messages: Sequence[Message], options: TemplateFields, room: int | None = None

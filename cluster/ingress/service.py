@@ -1,14 +1,36 @@
 """What every endpoint needs: the pool, the tokenizer, the options, and one way to report failures."""
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hybridserve.cluster.ingress.errors import ApiError, brief, translate
+from hybridserve.cluster.ingress.exposition import Snapshot
 from hybridserve.cluster.ingress.metrics import IngressMetrics
 from hybridserve.cluster.ingress.options import IngressOptions
 from hybridserve.cluster.ingress.params import GenerationDefaults
 from hybridserve.cluster.ingress.prompts import PromptReader
 from hybridserve.cluster.pool.interface import EngineInfo, PoolClient
 from hybridserve.replicas.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    # imported where tracing is on
+    from hybridserve.cluster.observe.traces import RequestTracer
+
+
+async def _nobody() -> list[Snapshot]:
+    return []
+
+
+@dataclass(frozen=True)
+class Observers:
+    """Who is told of requests beside the log."""
+
+    ingress: str = "ingress"
+    """This ingress replica's name in metrics."""
+    tracer: "RequestTracer | None" = None
+    other_ingresses: Callable[[], Awaitable[list[Snapshot]]] = _nobody
+    """What the other ingress replicas count."""
 
 
 class Service:
@@ -20,13 +42,16 @@ class Service:
         tokenizer: Tokenizer,
         options: IngressOptions,
         generation_defaults: Mapping[str, object],
+        observers: Observers,
     ) -> None:
         self.pool = pool
         self.tokenizer = tokenizer
         self.options = options
         self.defaults = GenerationDefaults(generation_defaults)
         self.prompts = PromptReader(tokenizer, options.inline_encode_characters)
-        self.metrics = IngressMetrics(pool)
+        self.metrics = IngressMetrics(pool, observers.ingress)
+        self.tracer = observers.tracer
+        self.other_ingresses = observers.other_ingresses
         self._info: EngineInfo | None = None
 
     async def info(self) -> EngineInfo:

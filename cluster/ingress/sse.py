@@ -14,9 +14,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hybridserve.cluster.ingress.disconnect import ClientGone, unless_gone
 from hybridserve.cluster.ingress.errors import ApiError, error_response
-from hybridserve.cluster.ingress.json_text import to_json
+from hybridserve.cluster.ingress.json_text import string_to_json, to_json
 
 DONE = b"data: [DONE]\n\n"
+_HOLE = "\0the text\0"
 
 STALL_S = 60.0
 
@@ -25,6 +26,21 @@ logger = logging.getLogger("ray.serve")
 
 def event(data: object) -> bytes:
     return b"data: " + to_json(data) + b"\n\n"
+
+
+class TextEvent:
+    """An event of which nothing but one text changes: all else is made JSON once.
+
+    make: the event's data for a text, which stands in it once.
+    """
+
+    def __init__(self, make: Callable[[str], object]) -> None:
+        # no JSON that is written here has an escaped NUL of its own, and a client's would be escaped again
+        self._before, hole, self._after = event(make(_HOLE)).partition(to_json(_HOLE))
+        assert hole and to_json(_HOLE) not in self._after
+
+    def with_text(self, text: str) -> bytes:
+        return self._before + string_to_json(text) + self._after
 
 
 class EventStream(Response):

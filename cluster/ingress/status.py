@@ -5,8 +5,8 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hybridserve.cluster.ingress.exposition import CONTENT_TYPE
 from hybridserve.cluster.ingress.json_text import to_json
-from hybridserve.cluster.ingress.metrics import CONTENT_TYPE
 from hybridserve.cluster.ingress.service import Service
 from hybridserve.cluster.pool.interface import PoolError
 from hybridserve.cluster.routing.state import as_json
@@ -61,8 +61,10 @@ class Status:
         return _json({"pools": [as_json(state) for state in pool.pools()]})
 
     async def metrics(self, request: Request) -> Response:
+        """Of all ingress replicas, whichever of them is asked."""
         await self._service.pool.refresh_load()
-        return Response(self._service.metrics.render(), media_type=CONTENT_TYPE)
+        others = await self._service.other_ingresses()
+        return Response(self._service.metrics.render(others), media_type=CONTENT_TYPE)
 
 
 def _json(value: object, *, status: int = 200) -> Response:

@@ -35,7 +35,7 @@ _BUS_GRACE_S = 0.05
 _QUICK_CALL_S = 2.0
 _CALL_ERRORS = (RayError, RayServeException, TimeoutError, ConnectionError)
 
-logger = logging.getLogger("ray.serve")
+logger = logging.getLogger(__name__)
 
 
 class HandlePoolClient:

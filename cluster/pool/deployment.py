@@ -9,6 +9,7 @@ from ray import serve
 from ray.serve import Application
 
 from hybridserve.cluster.pool.engine_factory import CheckpointEngine
+from hybridserve.cluster.pool.engine_loop import EngineFactory
 from hybridserve.cluster.pool.replica import EngineActorOptions, PoolReplica
 from hybridserve.cluster.routing.pool_spec import PoolSpec
 from hybridserve.cluster.serve_alpha.autoscaling import replica_options
@@ -21,8 +22,16 @@ _HEALTH_CHECK_PERIOD_S = 1.0
 _SPARE_REQUESTS = 64
 
 
-def build_pool(settings: AppSettings, spec: PoolSpec, device: Literal["cpu", "cuda"]) -> Application:
-    """One pool's deployment, bound."""
+def build_pool(
+    settings: AppSettings,
+    spec: PoolSpec,
+    device: Literal["cpu", "cuda"],
+    factory: EngineFactory | None = None,
+) -> Application:
+    """One pool's deployment, bound.
+
+    factory: of its engines; by default the settings' model.
+    """
     serving = settings.serving_of(spec.name)
     placement = plan_placement(spec.tensor_parallel_size, device)
     max_requests = serving.max_concurrent_requests + _SPARE_REQUESTS
@@ -31,6 +40,8 @@ def build_pool(settings: AppSettings, spec: PoolSpec, device: Literal["cpu", "cu
         startup_timeout_s=serving.startup_timeout_s,
         num_cpus=placement.engine_cpus,
         num_gpus=placement.engine_gpus,
+        pool=spec.name,
+        logs=settings.logging.options,
     )
     deployment = serve.deployment(
         PoolReplica,
@@ -40,14 +51,14 @@ def build_pool(settings: AppSettings, spec: PoolSpec, device: Literal["cpu", "cu
         graceful_shutdown_timeout_s=serving.longest_answer_s,
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
         request_router_config=router_config(spec.name),
-        # the ingress logs each request; a second line for each answer says nothing more
-        logging_config={"enable_access_log": False},
+        logging_config=settings.logging.serve_config,
+        max_surge_percent=serving.max_surge_percent,
         # a configuration that cannot work fails the deployment at once instead of being tried twenty times
         max_constructor_retry_count=1,
         **replica_options(settings, spec, device),
         **placement.options,
     )
-    return deployment.bind(CheckpointEngine(settings.engine_config(device, spec)), options)
+    return deployment.bind(factory or CheckpointEngine(settings.engine_config(device, spec)), options)
 
 
 def deployment_name(spec: PoolSpec) -> str:

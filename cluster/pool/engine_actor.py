@@ -5,6 +5,7 @@ factory does, in this process alone. Everything but the step loop runs on the ac
 """
 
 import asyncio
+import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from hybridserve.cluster.bus.frames import Entry, ReplyTo, pack_entry
 from hybridserve.cluster.bus.sender import BusSender, Channel
+from hybridserve.cluster.observe.logs import LogOptions, log_event, set_up_logging
 from hybridserve.cluster.pool.engine_loop import EngineFactory, EngineLoop
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
 from hybridserve.cluster.pool.record import GenerationReply, OutputRecord
@@ -22,12 +24,15 @@ from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
 # the longest that an ingress may go by an old load while the engine steps
 _LOAD_PERIOD_S = 0.1
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class _Request:
     """A request from its submission to its end."""
 
     record: OutputRecord
+    client_request_id: str
     reply: asyncio.Future[GenerationReply]
     key: bytes
     attempt: int = 0
@@ -46,9 +51,13 @@ class EngineActor:
 
     Args:
         factory: builds the engine, on the step thread.
+        pool: the name of the pool, for log lines.
+        logs: how its process logs; None: as it does already.
     """
 
-    def __init__(self, factory: EngineFactory) -> None:
+    def __init__(self, factory: EngineFactory, pool: str = "", logs: LogOptions | None = None) -> None:
+        self._pool = pool
+        self._logs = logs
         self._loop = EngineLoop(factory, _OnEventLoop(self))
         self._requests: dict[str, _Request] = {}
         self._last_load: EngineLoad | None = None
@@ -61,6 +70,8 @@ class EngineActor:
 
         replica: the name under which its load is reported.
         """
+        if self._logs is not None:
+            set_up_logging(self._logs, component="engine", pool=self._pool, replica=replica)
         self.event_loop = asyncio.get_running_loop()
         self._info: asyncio.Future[EngineInfo | str] = self.event_loop.create_future()
         self._died: asyncio.Future[str] = self.event_loop.create_future()
@@ -119,6 +130,7 @@ class EngineActor:
         engine_id = reply_to.key.hex()
         one = _Request(
             OutputRecord(request.request_id, len(request.output_token_ids)),
+            request.client_request_id,
             self.event_loop.create_future(),
             reply_to.key,
             reply_to.attempt,
@@ -162,6 +174,7 @@ class EngineActor:
         if not one.reply.done():
             one.reply.set_result(reply)
             one.stream.put_nowait(None)
+            _log_end(one, reply)
 
     # what follows is called on the event loop: by `_OnEventLoop` for the step thread, and by the bus
 
@@ -176,6 +189,8 @@ class EngineActor:
             if one is None:
                 # aborted while the step ran
                 continue
+            if output.first_index == 0 and output.first_scheduled_time:
+                output = replace(output, first_scheduled_time=_on_wall_clock(output.first_scheduled_time))
             one.record.append(output)
             self._backlog.progress(output.request_id, len(output.token_ids))
             if output.finished:
@@ -222,6 +237,27 @@ class EngineActor:
         for one in self._requests.values():
             self._finish(one, GenerationReply(failed=self._death))
         self._requests.clear()
+
+
+def _on_wall_clock(moment: float) -> float:
+    """Of a time on this host's monotonic clock, which an ingress on another host does not share."""
+    return time.time() - (time.monotonic() - moment)
+
+
+def _log_end(one: _Request, reply: GenerationReply) -> None:
+    """The ingress has a line of each request; here only what went wrong is for everyone to read."""
+    output = reply.output
+    wrong = output is None or output.finish_reason == "error"
+    log_event(
+        logger,
+        logging.WARNING if wrong else logging.DEBUG,
+        "engine_request",
+        request_id=one.client_request_id,
+        attempt=one.attempt,
+        finish_reason="" if output is None else output.finish_reason,
+        generation_tokens=0 if output is None else len(output.token_ids),
+        error=reply.failed or reply.refused or (output.error if output else None),
+    )
 
 
 class _OnEventLoop:

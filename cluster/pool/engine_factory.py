@@ -1,9 +1,9 @@
 """Builds the engine in the process that runs it, so that no other process of the server loads torch."""
 
-import logging
 import os
 from dataclasses import dataclass, replace
 
+from hybridserve.cluster.garbage import collect_rarely
 from hybridserve.cluster.pool.engine_loop import BuiltEngine
 from hybridserve.cluster.settings_reading import in_settings_words
 from hybridserve.replicas.engine.config import EngineConfig
@@ -21,7 +21,6 @@ class CheckpointEngine:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         from hybridserve.replicas.engine.build import build_engine, resolve_placement
 
-        _log_to_stderr()
         config = self.config
         if config.num_threads is None:
             # ray sets OMP_NUM_THREADS from the actor's logical CPUs, which say nothing of the machine; one
@@ -33,14 +32,5 @@ class CheckpointEngine:
         except ValueError as error:
             raise ValueError(in_settings_words(str(error))) from None
         placement = resolve_placement(config, engine.model_config)
+        collect_rarely()
         return BuiltEngine(engine, str(placement.device), placement.dtype_name)
-
-
-def _log_to_stderr() -> None:
-    """Ray passes a worker's stderr on to the terminal; its loggers are silent below warnings."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
-    project = logging.getLogger("hybridserve")
-    project.addHandler(handler)
-    project.setLevel(logging.INFO)
-    project.propagate = False

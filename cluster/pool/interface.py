@@ -24,6 +24,8 @@ class GenerationRequest:
     stated_max_tokens: int | None = None
     """What the client itself asked for; None when `params.max_tokens` is a default."""
     priority: Priority = "normal"
+    client_request_id: str = ""
+    """The `x-request-id` of the client's request, for log lines; several requests may share it."""
     output_token_ids: tuple[int, ...] = ()
     """What another replica answered before it failed; the answer goes on after it."""
     attempt: int = 0

@@ -6,7 +6,7 @@ Thin on purpose: it computes nothing and imports no torch, so that it can always
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import ray
 from ray import serve
@@ -15,6 +15,7 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridserve.cluster.bus.frames import ReplyTo
+from hybridserve.cluster.observe.logs import LogOptions, log_event, set_up_logging
 from hybridserve.cluster.pool.engine_actor import EngineActor
 from hybridserve.cluster.pool.engine_loop import EngineFactory
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
@@ -26,7 +27,7 @@ from hybridserve.replicas.engine.plan import EngineOutput
 # calls that may wait beside the admitted requests: cancels, loads, the watch for the actor's death
 _SPARE_CALLS = 100
 
-logger = logging.getLogger("ray.serve")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ class EngineActorOptions:
     startup_timeout_s: float
     num_cpus: float = 0.0
     num_gpus: float = 0.0
+    pool: str = ""
+    """The name of the pool, for log lines."""
+    logs: LogOptions = LogOptions()
 
 
 class PoolReplica:
@@ -51,11 +55,12 @@ class PoolReplica:
     """
 
     async def __init__(self, factory: EngineFactory, options: EngineActorOptions) -> None:
+        set_up_logging(options.logs, component="replica", pool=options.pool, replica=_replica_name())
         self._death: str | None = None
         self._engine = _start_actor(factory, options)
         self._info = await self._wait_for_start(options.startup_timeout_s)
         self._watch = asyncio.create_task(self._wait_for_death())
-        logger.info("the engine is up: %s", self._info)
+        log_event(logger, logging.INFO, "engine_up", "the engine is up", **asdict(self._info))
 
     async def generate(self, request: GenerationRequest, reply_to: ReplyTo) -> GenerationReply:
         """Serve a request to its end, its tokens going to `reply_to` on the way."""
@@ -125,7 +130,7 @@ class PoolReplica:
             self._death = await self._engine.wait_for_death.remote()
         except RayActorError as error:
             self._died(error)
-        logger.error("%s", self._death)
+        log_event(logger, logging.ERROR, "engine_died", self._death or "")
 
     def _died(self, error: RayActorError) -> str:
         self._death = self._death or f"the engine's process died: {str(error).splitlines()[0]}"
@@ -151,4 +156,4 @@ def _start_actor(factory: EngineFactory, options: EngineActorOptions) -> ray.act
         max_concurrency=options.max_concurrent_requests + _SPARE_CALLS,
         scheduling_strategy=strategy,
     )
-    return actor.remote(factory)
+    return actor.remote(factory, options.pool, options.logs)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
+from hybridserve.cluster.observe.trail import current_answer
 from hybridserve.cluster.pool.interface import (
     EngineInfo,
     GenerationRequest,
@@ -73,6 +74,7 @@ class RoutedPool:
             rejections=dict(self.rejections),
             prefix_hits=self.loads.prefix_hits,
             retries=dict(self.retries),
+            unnamed_load=self.client.load(),
         )
 
     def after_failure(self, attempts: Attempts, error: PoolError) -> float | None:
@@ -131,15 +133,18 @@ class LengthRouter:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
         """As a pool's own; raises PoolBusy at the first step when there is no room for the request."""
         cost = cost_of(len(request.prompt_token_ids), request.params.max_tokens, request.stated_max_tokens)
-        pool = self._admit(request, cost)
+        pool = self.admit(request, cost)
         name = request.request_id
         pool.loads.book(name, cost, prefix_of(request.prompt_token_ids))
         attempts = Attempts(request, pool.retry, time.monotonic)
+        trail = current_answer()
+        trail.pool = pool.spec.name
         try:
             while True:
                 outputs = pool.client.generate(attempts.request)
                 try:
                     if attempts.retrying:
+                        trail.attempt = attempts.request.attempt + 1
                         first = await begin(outputs, attempts, lambda: bool(pool.loads.replica_of(name)))
                         pool.retries["resumed" if attempts.resuming else "restarted"] += 1
                         pool.loads.progress(name, len(first.token_ids))
@@ -158,6 +163,7 @@ class LengthRouter:
                     await outputs.aclose()
                 await asyncio.sleep(pause)
         finally:
+            trail.replica = pool.loads.replica_of(name) or ""
             pool.loads.end(name)
 
     def full(self, priority: Priority) -> PoolBusy | None:
@@ -168,8 +174,8 @@ class LengthRouter:
         self._pools[0].rejections[refusals[0].reason, priority] += 1
         return _busy(refusals[0])
 
-    def _admit(self, request: GenerationRequest, cost: Cost) -> RoutedPool:
-        """The pool that takes the request. Raises PoolBusy when none does."""
+    def admit(self, request: GenerationRequest, cost: Cost) -> RoutedPool:
+        """The pool that takes the request, which is to be booked there. Raises PoolBusy when none does."""
         length = cost.prompt_tokens + (request.stated_max_tokens or 0)
         own = self._pools[bucket_of(self._specs, length)]
         totals = own.loads.totals()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from hybridserve.cluster.routing.cost import Cost
 from hybridserve.cluster.routing.load import ReplicaLoad
+from hybridserve.cluster.routing.pool_sums import PoolSums, ReplicaShare
 from hybridserve.cluster.routing.prefixes import PREFIX_TOKENS, LastReplicas
 from hybridserve.cluster.routing.rates import TokenRate
 
@@ -78,6 +79,9 @@ class PoolLoads:
         """The part of `_own` that no report counts yet."""
         self._unseen_prompts: Counter[str | None] = Counter()
         """And of that, the prompts."""
+        self._own_outstanding = 0
+        """The sum of `_own`."""
+        self._sums = PoolSums()
         self._last = LastReplicas()
         self._failed: set[str] = set()
         """Replicas that failed a request and have not been heard of since."""
@@ -86,6 +90,7 @@ class PoolLoads:
     def set_replicas(self, replicas: Iterable[str]) -> None:
         """The replicas that there are; others' reports count no more."""
         with self._lock:
+            known = frozenset(self._known())
             self._replicas = frozenset(replicas)
             self._failed &= self._replicas
             for gone in self._reports.keys() - self._replicas:
@@ -94,6 +99,8 @@ class PoolLoads:
             self._own += Counter()
             self._unseen += Counter()
             self._unseen_prompts += Counter()
+            for changed in known ^ self._replicas:
+                self._recount(changed)
 
     def observe(self, replica: str, load: ReplicaLoad) -> None:
         """A report has come from a replica."""
@@ -106,6 +113,7 @@ class PoolLoads:
             now = self._clock()
             self._rates[replica].observe(now, load.progressed_tokens, load.outstanding_tokens > 0)
             self._starts[replica].observe(now, load.started_tokens, load.queued_tokens > 0)
+            self._recount(replica)
 
     def forget(self, replica: str) -> None:
         """No more reports will come from this connection."""
@@ -118,6 +126,7 @@ class PoolLoads:
             assert request_id not in self._bookings, request_id
             self._bookings[request_id] = _Booking(cost.tokens, cost.prompt_tokens, prefix)
             self._own[None] += cost.tokens
+            self._own_outstanding += cost.tokens
             self._unseen[None] += cost.tokens
             self._unseen_prompts[None] += cost.prompt_tokens
 
@@ -179,15 +188,10 @@ class PoolLoads:
                 remaining, booking.prompt_tokens, booking.prefix, failed=failed
             )
             self._own[None] += remaining
+            self._own_outstanding += remaining
             self._unseen[None] += remaining
             self._unseen_prompts[None] += booking.prompt_tokens
             return replica
-
-    def replica_of(self, request_id: str) -> str | None:
-        """Where the request is; None while it waits for a replica."""
-        with self._lock:
-            booking = self._bookings.get(request_id)
-            return None if booking is None else booking.replica
 
     def progress(self, request_id: str, tokens: int) -> None:
         """`tokens` more of the answer have come; the first say that the prompt is computed."""
@@ -210,6 +214,12 @@ class PoolLoads:
                 self._see(booking)
                 self._shrink(booking, booking.remaining)
 
+    def replica_of(self, request_id: str) -> str | None:
+        """The replica that a request was given to; None while it waits for one, and after its end."""
+        with self._lock:
+            booking = self._bookings.get(request_id)
+            return None if booking is None else booking.replica
+
     def reports(self) -> dict[str, ReplicaLoad]:
         """The last report of every replica that has sent one."""
         with self._lock:
@@ -227,23 +237,27 @@ class PoolLoads:
 
     def totals(self) -> PoolTotals:
         with self._lock:
-            known = self._known()
-            rates = [self._rates[one].tokens_per_s for one in known if one in self._rates]
-            measured = [rate for rate in rates if rate is not None]
+            sums = self._sums
             return PoolTotals(
-                replicas=len(known),
+                replicas=len(self._known()),
                 own_requests=len(self._bookings),
-                own_outstanding=self._own.total(),
-                outstanding=sum(map(self._outstanding, known)) + self._own[None],
-                queued=sum(map(self._queued, known)) + self._unseen_prompts[None],
-                tokens_per_s=sum(measured) if measured else None,
-                queue_wait_s=self._queue_wait_s(known),
+                own_outstanding=self._own_outstanding,
+                outstanding=sums.outstanding + self._own[None],
+                queued=sums.queued + self._unseen_prompts[None],
+                tokens_per_s=sums.tokens_per_s,
+                queue_wait_s=sums.queue_wait_s,
             )
 
     def _rank(self, candidates: Sequence[str]) -> list[str]:
         # were all compared, ingresses with the same reports would all pick the same replica until the next
-        shuffled = self._rng.sample(candidates, len(candidates))
-        return sorted(shuffled[:_COMPARED], key=self._outstanding) + shuffled[_COMPARED:]
+        taken = self._rng.sample(range(len(candidates)), min(_COMPARED, len(candidates)))
+        compared = sorted((candidates[index] for index in taken), key=self._outstanding)
+        others = list(candidates)
+        for index in sorted(taken, reverse=True):
+            del others[index]
+        # for when none of them will do; a shuffle of thousands would take a millisecond
+        first = self._rng.randrange(len(others)) if others else 0
+        return compared + others[first:] + others[:first]
 
     def _known(self) -> Set[str]:
         # a replica that is being stopped still reports; before Serve says who there is, reports do
@@ -260,17 +274,20 @@ class PoolLoads:
         report = self._reports.get(replica)
         return self._unseen_prompts[replica] + (0 if report is None else report.queued_tokens)
 
-    def _queue_wait_s(self, replicas: Set[str]) -> float | None:
-        """Prompts get their first token in turn, at the pace at which they just did."""
-        least = None
-        for replica in replicas:
-            queued = self._queued(replica)
-            starts = self._starts.get(replica)
-            if queued and (starts is None or not starts.tokens_per_s):
-                return None
-            wait = queued / starts.tokens_per_s if queued else 0.0
-            least = wait if least is None else min(wait, least)
-        return least
+    def _share(self, replica: str) -> ReplicaShare:
+        rate, starts = self._rates.get(replica), self._starts.get(replica)
+        return ReplicaShare(
+            self._outstanding(replica),
+            self._queued(replica),
+            None if rate is None else rate.tokens_per_s,
+            # prompts get their first token in turn, at the pace at which they just did
+            None if starts is None else starts.tokens_per_s,
+        )
+
+    def _recount(self, replica: str | None) -> None:
+        """Something of a replica has changed."""
+        if replica is not None:
+            self._sums.set(replica, self._share(replica) if replica in self._known() else None)
 
     def _give(self, booking: _Booking, replica: str) -> None:
         self._last.put(booking.prefix, replica)
@@ -282,6 +299,8 @@ class PoolLoads:
         if not booking.seen:
             self._unseen_prompts[booking.replica] -= booking.prompt_tokens
             self._unseen_prompts[replica] += booking.prompt_tokens
+        self._recount(booking.replica)
+        self._recount(replica)
         booking.replica = replica
 
     def _see(self, booking: _Booking) -> None:
@@ -289,12 +308,17 @@ class PoolLoads:
             booking.seen = True
             self._unseen[booking.replica] -= booking.remaining
             self._unseen_prompts[booking.replica] -= booking.prompt_tokens
+            self._recount(booking.replica)
 
     def _shrink(self, booking: _Booking, tokens: int) -> None:
         booking.remaining -= tokens
         self._own[booking.replica] -= tokens
+        self._own_outstanding -= tokens
+        if booking.replica not in self._reports:
+            self._recount(booking.replica)
 
     def _forget(self, replica: str) -> None:
         self._reports.pop(replica, None)
         self._rates.pop(replica, None)
         self._starts.pop(replica, None)
+        self._recount(replica)

@@ -41,6 +41,8 @@ class PoolState:
     """By (reason, priority)."""
     prefix_hits: int
     retries: Mapping[RetryOutcome, int] = field(default_factory=dict)
+    unnamed_load: ReplicaLoad | None = None
+    """A load whose replica is not known, where reports have no name."""
 
     @property
     def max_queue_age_s(self) -> float:

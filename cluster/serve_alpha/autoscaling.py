@@ -116,15 +116,7 @@ def replica_options(
         return {"num_replicas": spec.replicas.max}
     scaling = settings.autoscaling
     gpus = {one.name: plan_placement(one.tensor_parallel_size, device).gpus for one in settings.pool_specs()}
-    rule = ScalingRule(
-        min_replicas=spec.replicas.min,
-        max_replicas=spec.replicas.max,
-        target_tokens=max(1, int(scaling.target_load * spec.limits.token_budget)),
-        max_queue_age_s=scaling.max_queue_age_s,
-        max_arena_use=scaling.max_arena_use,
-        up_after_s=scaling.scale_up_after_s,
-        down_after_s=scaling.scale_down_after_s,
-    )
+    rule = scaling.rule_of(spec)
     policy = AutoscalingPolicy(
         policy_function=f"{__name__}:{PoolScalingPolicy.__name__}",
         policy_kwargs={

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 
 MAX_PROGRAMS = 64
-"""Programs of one launch: all of them must run at once on every rank, since they wait for each other."""
+"""Programs of every launch: all of them must run at once on every rank, since they wait for each other."""
+GIVEN_UP = 0x3F
+"""Every byte of a rank's signals once its waiting is to end: later than any call there will be."""
 
 
 def signal_bytes(world_size: int) -> int:
@@ -23,13 +25,14 @@ class PeerMemory:
 
     buffers: int64 [world_size] on the device, the address of each rank's buffer, its own among them. It has
         two halves, which calls take in turn: a rank that is one call ahead then writes what no slower rank
-        still reads, and one barrier a call suffices.
+        still reads, and one barrier a call suffices. A program that comes to a call's barrier has all of
+        the rank's earlier calls behind it, so every program takes part in every call.
     signals: int64 [world_size] on the device, where each rank's signals lie, int32 [MAX_PROGRAMS, 2,
         world_size], zero at first: word [p, b, r] counts the calls in which program p of rank r came
         to barrier b.
     calls: int32 [MAX_PROGRAMS] on the device, zero at first: how many calls a program of this rank has made;
-        in memory and no argument, so that a CUDA graph may hold a call.
-    half_elements: elements of one half of a buffer.
+        in memory and no argument, so that a CUDA graph may hold any number of calls.
+    half_bytes: bytes of one half of a buffer, a multiple of 16.
     """
 
     rank: int
@@ -37,4 +40,4 @@ class PeerMemory:
     buffers: torch.Tensor
     signals: torch.Tensor
     calls: torch.Tensor
-    half_elements: int
+    half_bytes: int

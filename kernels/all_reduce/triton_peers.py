@@ -11,6 +11,11 @@ import triton.language as tl
 
 from hybridserve.kernels.all_reduce.peers import MAX_PROGRAMS, PeerMemory
 
+WRITE, SUM, READ = 1, 2, 4
+"""Phases of a call. On a GPU a call does all at once; without one, virtual ranks do them one after another,
+each rank's of one phase before the first of the next, and wait for nobody."""
+ALL = WRITE | SUM | READ
+
 
 @triton.jit
 def _address(table, index, dtype: tl.constexpr):
@@ -39,15 +44,19 @@ def _barrier(signals, program, which, rank, call, WORLD: tl.constexpr, LANES: tl
 
 
 @triton.jit
-def _next_call(calls, program):
-    call = tl.load(calls + program) + 1
-    tl.debug_barrier()
-    tl.store(calls + program, call)
+def _begin(calls, program, counts: tl.constexpr):
+    """The number of this call; a call is counted when it writes."""
+    call = tl.load(calls + program)
+    if counts:
+        call += 1
+        tl.debug_barrier()
+        tl.store(calls + program, call)
     return call
 
 
-@triton.jit(do_not_specialize=["num_rows", "start", "rank"])
+@triton.jit(do_not_specialize=["num_rows", "rank"])
 def _one_shot_kernel(
+    x,
     buffers,
     signals,
     calls,
@@ -56,7 +65,7 @@ def _one_shot_kernel(
     total,
     normed,
     num_rows,
-    start,
+    half_elements,
     rank,
     eps,
     D: tl.constexpr,
@@ -65,63 +74,83 @@ def _one_shot_kernel(
     LANES: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    SYNC: tl.constexpr,
+    WRITES: tl.constexpr,
+    READS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    if SYNC:
-        _barrier(signals, program, 0, rank, _next_call(calls, program), WORLD, LANES)
+    call = _begin(calls, program, WRITES)
+    start = (call & 1).to(tl.int64) * half_elements
     cols = tl.arange(0, BLOCK_D)
     mask = cols < D
     dtype: tl.constexpr = total.dtype.element_ty
-    for row in range(program, num_rows, tl.num_programs(0)):
-        at = (tl.full([], 0, tl.int64) + row) * D + cols
-        acc = tl.zeros([BLOCK_D], tl.float32)
-        for peer in tl.static_range(WORLD):
-            source = _address(buffers, peer, dtype) + start
-            acc += tl.load(source + at, mask, other=0.0, volatile=True).to(tl.float32)
-        if HAS_RESIDUAL:
-            acc += tl.load(residual + at, mask, other=0.0).to(tl.float32)
-        rounded = acc.to(dtype)
-        tl.store(total + at, rounded, mask)
-        if HAS_NORM:
-            # of the rounded sum, as a norm after an unfused sum would see it
-            x = rounded.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
-            y = x * scale * tl.load(weight + cols, mask, other=0.0).to(tl.float32)
-            tl.store(normed + at, y.to(dtype), mask)
+    if WRITES:
+        mine = _address(buffers, rank, dtype) + start
+        for row in range(program, num_rows, tl.num_programs(0)):
+            at = (tl.full([], 0, tl.int64) + row) * D + cols
+            tl.store(mine + at, tl.load(x + at, mask, other=0.0), mask)
+    if WRITES and READS:
+        _barrier(signals, program, 0, rank, call, WORLD, LANES)
+    if READS:
+        for row in range(program, num_rows, tl.num_programs(0)):
+            at = (tl.full([], 0, tl.int64) + row) * D + cols
+            acc = tl.zeros([BLOCK_D], tl.float32)
+            for peer in tl.static_range(WORLD):
+                source = _address(buffers, peer, dtype) + start
+                acc += tl.load(source + at, mask, other=0.0, volatile=True).to(tl.float32)
+            if HAS_RESIDUAL:
+                acc += tl.load(residual + at, mask, other=0.0).to(tl.float32)
+            rounded = acc.to(dtype)
+            tl.store(total + at, rounded, mask)
+            if HAS_NORM:
+                # of the rounded sum, as a norm after an unfused sum would see it
+                y = rounded.to(tl.float32)
+                scale = tl.rsqrt(tl.sum(y * y, 0) / D + eps)
+                y = y * scale * tl.load(weight + cols, mask, other=0.0).to(tl.float32)
+                tl.store(normed + at, y.to(dtype), mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "start", "rank"])
+@triton.jit(do_not_specialize=["num_rows", "rank"])
 def _two_shot_kernel(
+    x,
     buffers,
     signals,
     calls,
     residual,
     total,
     num_rows,
-    start,
+    half_elements,
     rank,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WORLD: tl.constexpr,
     LANES: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    SYNC: tl.constexpr,
-    GATHER: tl.constexpr,
+    WRITES: tl.constexpr,
+    SUMS: tl.constexpr,
+    READS: tl.constexpr,
 ):
-    """GATHER: 0 for the sums alone, 1 for the reading alone, 2 for both."""
+    """Rows turn * WORLD to turn * WORLD + WORLD - 1 are a turn: row turn * WORLD + r is summed by rank r, and
+    the same program of every rank has the turn, so that programs wait for their like alone."""
     program = tl.program_id(0)
-    if SYNC:
-        call = _next_call(calls, program)
-        _barrier(signals, program, 0, rank, call, WORLD, LANES)
+    call = _begin(calls, program, WRITES)
+    start = (call & 1).to(tl.int64) * half_elements
     cols = tl.arange(0, BLOCK_D)
     mask = cols < D
     dtype: tl.constexpr = total.dtype.element_ty
     mine = _address(buffers, rank, dtype) + start
     step = tl.num_programs(0)
-    if GATHER != 1:
-        # row i is rank i % WORLD's, of whose rows each program takes some
-        for turn in range(program, tl.cdiv(num_rows, WORLD), step):
+    turns = tl.cdiv(num_rows, WORLD)
+    if WRITES:
+        for turn in range(program, turns, step):
+            for peer in tl.static_range(WORLD):
+                row = turn * WORLD + peer
+                if row < num_rows:
+                    at = (tl.full([], 0, tl.int64) + row) * D + cols
+                    tl.store(mine + at, tl.load(x + at, mask, other=0.0), mask)
+    if WRITES and SUMS:
+        _barrier(signals, program, 0, rank, call, WORLD, LANES)
+    if SUMS:
+        for turn in range(program, turns, step):
             row = turn * WORLD + rank
             if row < num_rows:
                 at = (tl.full([], 0, tl.int64) + row) * D + cols
@@ -133,10 +162,10 @@ def _two_shot_kernel(
                     acc += tl.load(residual + at, mask, other=0.0).to(tl.float32)
                 # in place: nobody else reads this rank's copy of a row that is its own
                 tl.store(mine + at, acc.to(dtype), mask)
-    if GATHER != 0:
-        if SYNC:
-            _barrier(signals, program, 1, rank, call, WORLD, LANES)
-        for turn in range(program, tl.cdiv(num_rows, WORLD), step):
+    if SUMS and READS:
+        _barrier(signals, program, 1, rank, call, WORLD, LANES)
+    if READS:
+        for turn in range(program, turns, step):
             for peer in tl.static_range(WORLD):
                 row = turn * WORLD + peer
                 if row < num_rows:
@@ -147,31 +176,27 @@ def _two_shot_kernel(
 
 def one_shot_all_reduce(
     memory: PeerMemory,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    half: int,
+    x: torch.Tensor,
     *,
     residual: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     eps: float = 0.0,
-    sync: bool = True,
+    phases: int = ALL,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Sum the [T, D] that every rank has put into its buffer's `half`; all ranks must call it.
+    """Sum the ranks' x; all ranks must make the same calls in the same order.
 
-    half: 0 or 1, in turn from call to call and the same on all ranks; a captured graph holds an even number
-        of calls.
-    residual: [T, D], the same on all ranks, is added. weight: [D], plain; with it the sum's RMSNorm over D
-        comes back too, computed from the rounded sum. sync: False where nobody is to be waited for.
-    Returns (sum [T, D] in `dtype`, normed [T, D] or None): the same bits on all ranks. Can be captured.
+    x: [T, D], contiguous. residual: [T, D], the same on all ranks, is added. weight: [D], plain; with it the
+        sum's RMSNorm over D comes back too, computed from the rounded sum. phases: WRITE and READ.
+    Returns (sum [T, D] in x's dtype, normed [T, D] or None): the same bits on all ranks. Can be captured.
 
     Raises:
         ValueError: the message does not fit the half of a buffer.
     """
-    rows, dim = _checked(memory, shape)
-    device = memory.buffers.device
-    total = torch.empty(shape, dtype=dtype, device=device)
-    normed = torch.empty_like(total) if weight is not None else None
-    _one_shot_kernel[(min(rows, MAX_PROGRAMS),)](
+    rows, dim = _checked(memory, x)
+    total = torch.empty_like(x)
+    normed = torch.empty_like(x) if weight is not None else None
+    _one_shot_kernel[(MAX_PROGRAMS,)](
+        x,
         memory.buffers,
         memory.signals,
         memory.calls,
@@ -180,63 +205,59 @@ def one_shot_all_reduce(
         total,
         total if normed is None else normed,
         rows,
-        half * memory.half_elements,
+        memory.half_bytes // x.element_size(),
         memory.rank,
         eps,
-        D=dim,
-        BLOCK_D=triton.next_power_of_2(dim),
-        WORLD=memory.world_size,
-        LANES=triton.next_power_of_2(memory.world_size),
+        WRITES=bool(phases & WRITE),
+        READS=bool(phases & READ),
         HAS_RESIDUAL=residual is not None,
         HAS_NORM=weight is not None,
-        SYNC=sync,
-        num_warps=4 if dim <= 4096 else 8,
+        **_form(memory, dim),
     )
     return total, normed
 
 
 def two_shot_all_reduce(
-    memory: PeerMemory,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    half: int,
-    *,
-    residual: torch.Tensor | None = None,
-    sync: bool = True,
-    phase: int = 2,
+    memory: PeerMemory, x: torch.Tensor, *, residual: torch.Tensor | None = None, phases: int = ALL
 ) -> torch.Tensor:
-    """As `one_shot_all_reduce` without the norm, for messages whose bytes count.
-
-    phase: 0 and 1 do the sums and the reading apart, for ranks that run one after another without `sync`.
-    """
-    rows, dim = _checked(memory, shape)
-    total = torch.empty(shape, dtype=dtype, device=memory.buffers.device)
-    turns = triton.cdiv(rows, memory.world_size)
-    _two_shot_kernel[(min(turns, MAX_PROGRAMS),)](
+    """As `one_shot_all_reduce` without the norm, for messages whose bytes count. phases: all three."""
+    rows, dim = _checked(memory, x)
+    total = torch.empty_like(x)
+    _two_shot_kernel[(MAX_PROGRAMS,)](
+        x,
         memory.buffers,
         memory.signals,
         memory.calls,
         total if residual is None else residual,
         total,
         rows,
-        half * memory.half_elements,
+        memory.half_bytes // x.element_size(),
         memory.rank,
-        D=dim,
-        BLOCK_D=triton.next_power_of_2(dim),
-        WORLD=memory.world_size,
-        LANES=triton.next_power_of_2(memory.world_size),
+        WRITES=bool(phases & WRITE),
+        SUMS=bool(phases & SUM),
+        READS=bool(phases & READ),
         HAS_RESIDUAL=residual is not None,
-        SYNC=sync,
-        GATHER=phase,
-        num_warps=4 if dim <= 4096 else 8,
+        **_form(memory, dim),
     )
     return total
 
 
-def _checked(memory: PeerMemory, shape: tuple[int, int]) -> tuple[int, int]:
-    rows, dim = shape
-    if rows < 1 or dim < 1 or rows * dim > memory.half_elements:
+def _form(memory: PeerMemory, dim: int) -> dict[str, int]:
+    return {
+        "D": dim,
+        "BLOCK_D": triton.next_power_of_2(dim),
+        "WORLD": memory.world_size,
+        "LANES": triton.next_power_of_2(memory.world_size),
+        "num_warps": 4 if dim <= 4096 else 8,
+    }
+
+
+def _checked(memory: PeerMemory, x: torch.Tensor) -> tuple[int, int]:
+    rows, dim = x.shape
+    if rows < 1 or dim < 1 or x.numel() * x.element_size() > memory.half_bytes:
         raise ValueError(
-            f"a message of {rows} x {dim} elements does not fit the {memory.half_elements} of a buffer's half"
+            f"a message of {rows} x {dim} elements, {x.numel() * x.element_size()} bytes, does not fit the "
+            f"{memory.half_bytes} of a buffer's half"
         )
+    assert x.is_contiguous(), x.stride()
     return rows, dim

@@ -125,23 +125,20 @@ def attention_decode(
     *,
     scale: float,
     window: int | None = None,
-    table_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token of each of B sequences attends to all of its sequence.
 
     q: [B, H, D]. keys, values: [N, page_size, Hkv, D].
-    block_tables: int64 [B, max_pages], or [num_slots, max_pages] with `table_rows`.
+    block_tables: int64 [B, max_pages].
     seq_lens: tokens of each sequence with the new one, whose key and value are in the pages already: numbers
         on a CPU, an integer tensor [B] on the device on a GPU. 0: a padded row, which becomes zero.
     window: only the last `window` tokens are seen.
-    table_rows: int32 or int64 [B], the row of block_tables that each sequence has; None: its own number.
     Returns [B, H, D] in the dtype of q.
     """
-    options = {"scale": scale, "window": window, "table_rows": table_rows}
     if q.device.type == "cpu":
         lens = tuple(seq_lens.tolist()) if isinstance(seq_lens, torch.Tensor) else seq_lens
-        return cpu.attention_decode(q, keys, values, block_tables, lens, **options)
+        return cpu.attention_decode(q, keys, values, block_tables, lens, scale=scale, window=window)
     from hybridserve.kernels.attention import triton_decode
 
     assert isinstance(seq_lens, torch.Tensor), "a GPU reads the lengths on the device"
-    return triton_decode.attention_decode(q, keys, values, block_tables, seq_lens, **options)
+    return triton_decode.attention_decode(q, keys, values, block_tables, seq_lens, scale=scale, window=window)

@@ -70,22 +70,17 @@ def attention_decode(
     *,
     scale: float,
     window: int | None = None,
-    table_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token of each of B sequences attends to all of its sequence.
 
     q: [B, H, D]. keys, values: [N, page_size, Hkv, D].
-    block_tables: int64 [B, max_pages], or [num_slots, max_pages] with `table_rows`.
+    block_tables: int64 [B, max_pages].
     seq_lens: tokens of each sequence with the new one, whose key and value are in the pages already.
         0: a padded row, which reads no page and becomes zero.
     window: only the last `window` tokens are seen.
-    table_rows: int32 or int64 [B], the row of block_tables that each sequence has; None: its own number.
     Returns [B, H, D] in the dtype of q.
     """
     num_kv_heads, head_dim = keys.shape[2:]
-    if table_rows is not None:
-        # a padded row's number means nothing
-        block_tables = block_tables[table_rows * torch.tensor([length > 0 for length in seq_lens])]
     # the heads that share a KV head become query rows of it
     grouped = q.view(q.shape[0], 1, num_kv_heads, -1, head_dim)
     out = torch.empty_like(grouped)

@@ -36,7 +36,6 @@ def _attend_run(
     partial,
     partial_lse,
     block_tables,
-    table_rows,
     seq_lens,
     max_splits,
     aim,
@@ -60,7 +59,6 @@ def _attend_run(
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
-    HAS_TABLE_ROWS: tl.constexpr,
     IEEE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -89,10 +87,7 @@ def _attend_run(
         q_rows = tl.load(
             q + row * q_row + q_heads[:, None] * q_head + dims[None, :], mask=head_mask, other=0.0
         )
-        table_row = row
-        if HAS_TABLE_ROWS:
-            table_row = tl.load(table_rows + row).to(tl.int64)
-        table = block_tables + table_row * table_stride
+        table = block_tables + row * table_stride
         out_rows = row * (HKV * GROUP) + q_heads
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         peak = tl.full([BLOCK_G], -1.0e30, tl.float32)
@@ -129,7 +124,7 @@ def _attend_run(
 
 @triton.jit(
     do_not_specialize=["num_rows", "max_splits", "aim", "most", "window", "table_stride"],
-    do_not_specialize_on_alignment=["block_tables", "table_rows", "seq_lens"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens"],
 )
 def _decode_kernel(
     q,
@@ -139,7 +134,6 @@ def _decode_kernel(
     partial,
     partial_lse,
     block_tables,
-    table_rows,
     seq_lens,
     num_rows,
     max_splits,
@@ -165,7 +159,6 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
     WINDOW: tl.constexpr,
-    HAS_TABLE_ROWS: tl.constexpr,
     IEEE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -190,10 +183,10 @@ def _decode_kernel(
     for kv_head in range(tl.program_id(0) % lanes, HKV, lanes):
         _attend_run(
             place, tl.minimum(last, num_splits), kv_head, ends,
-            q, keys, values, out, partial, partial_lse, block_tables, table_rows, seq_lens,
+            q, keys, values, out, partial, partial_lse, block_tables, seq_lens,
             max_splits, aim, most, qk_scale, window, q_row, q_head,
             k_page, k_token, k_head, v_page, v_token, v_head, table_stride,
-            HKV, GROUP, PAGE, D, BLOCK_D, BLOCK_G, BLOCK_N, WINDOW, HAS_TABLE_ROWS, IEEE, STAGES,
+            HKV, GROUP, PAGE, D, BLOCK_D, BLOCK_G, BLOCK_N, WINDOW, IEEE, STAGES,
         )  # fmt: skip
 
 
@@ -292,17 +285,14 @@ def attention_decode(
     *,
     scale: float,
     window: int | None = None,
-    table_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token of each of B sequences attends to all of its sequence; can be captured in a CUDA graph.
 
     q: [B, H, D], any D. keys, values: [N, page_size, Hkv, D], rows may overlap.
-    block_tables: int32 or int64 [B, max_pages], or [num_slots, max_pages] with `table_rows`.
+    block_tables: int32 or int64 [B, max_pages].
     seq_lens: int32 or int64 [B] on the device, tokens of each sequence with the new one, whose key and value
         are in the pages already; 0 for a padded row, which reads no page and becomes zero.
     window: only the last `window` tokens are seen.
-    table_rows: int32 or int64 [B] on the device, the row of block_tables that each sequence has; None: its
-        own number. A padded row's is not read.
     Returns [B, H, D] in the dtype of q.
     """
     num_rows, num_heads, head_dim = q.shape
@@ -321,7 +311,7 @@ def attention_decode(
     tokens = 0 if window is None else window
     _decode_kernel[(num_programs,)](
         q,
-        keys, values, out, partial, partial_lse, block_tables, table_rows, seq_lens,
+        keys, values, out, partial, partial_lse, block_tables, seq_lens,
         num_rows, max_splits, aim, split_tokens, scale * LOG2_E, tokens,
         q.stride(0), q.stride(1),
         keys.stride(0), keys.stride(1), keys.stride(2),
@@ -336,7 +326,6 @@ def attention_decode(
         BLOCK_N=block_n,
         BLOCK_B=max(triton.next_power_of_2(num_rows), 256),
         WINDOW=window is not None,
-        HAS_TABLE_ROWS=table_rows is not None,
         IEEE=ieee,
         STAGES=stages,
         num_warps=warps,

@@ -134,23 +134,7 @@ def gdn_decode_fused(
     head_k_dim: int,
     head_v_dim: int,
 ) -> torch.Tensor:
-    """One token of each of B sequences, from the projections to what the output projection takes.
-
-    With C = 2 Hk K + Hv V channels:
-    qkv: [B, C], q|k|v as projected. z: [B, Hv V]. a, b: [B, Hv]. All may be views of one projection's output.
-    conv_weight: [C, kernel], its last column meets the current token; fast only as the transposed view of one
-        that lies as [kernel, C]. conv_bias: [C] or None.
-    A_log, dt_bias: [Hv]. norm_weight: [V], plain; None: o itself is returned, and z is not read. eps: of the
-        norm; q and k are normalised with 1e-6.
-    conv_state: [N, kernel, C], dtype of qkv, input of position p in column p % kernel; takes this token's.
-    state: [N, Hv, V, K], fp32 or bf16, arithmetic in fp32. state_indices: int64 [B], distinct rows of both,
-        changed in place. A row whose index is negative touches neither, and its output is zero.
-    positions: int64 [B], position of each token in its sequence.
-    Returns norm(o) * silu(z), [B, Hv V] in the dtype of qkv, as
-        q, k, v = silu(conv(qkv)), rounded to the dtype of qkv;  q, k normalised over K;  q scaled by K^-0.5
-        g = -exp(A_log) softplus(a + dt_bias);  beta = sigmoid(b);  o as in `linear_attention_reference`
-    (Yang et al. 2024, arXiv 2412.06464.) Can be captured in a CUDA graph.
-    """
+    """See `dispatch.gdn_decode_fused`. One launch, which a CUDA graph can hold; state in fp32 or bf16."""
     step = step_arguments(
         qkv, z, a, b, conv_weight, conv_bias, conv_state, state,
         num_k_heads, num_v_heads, head_k_dim, head_v_dim,

@@ -265,14 +265,7 @@ def gdn_decode_replay(
     head_k_dim: int,
     head_v_dim: int,
 ) -> torch.Tensor:
-    """`gdn_decode_fused` from S + ring; arguments as there, and
-
-    ring: its k in the dtype of qkv; its rows are `state_indices`, too. Entries from `counts` on are not read.
-    counts: int64 [B], valid entries before this step, < window. flushes: bool [B] (`replay_entries`): where
-        true, S takes the ring and this token and no entry is written; else S is only read and entry `counts`
-        is written. The caller's next count is 0 or counts + 1.
-    A row whose index is negative touches nothing, and its output is zero. Can be captured in a CUDA graph.
-    """
+    """See `dispatch.gdn_decode_replay`. One launch, which a CUDA graph can hold."""
     step = step_arguments(
         qkv, z, a, b, conv_weight, conv_bias, conv_state, state,
         num_k_heads, num_v_heads, head_k_dim, head_v_dim,

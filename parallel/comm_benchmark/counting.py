@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hybridserve.parallel.comm_benchmark.formulas import wire_factor
 from hybridserve.parallel.group import TensorParallelGroup
+from hybridserve.parallel.peer_memory import Norm, PeerAllReduce
 
 
 @dataclass(frozen=True)
@@ -38,29 +39,51 @@ class CountingBackend:
         """What the caller names the calls to come."""
 
     def allreduce(self, tensors: Sequence[torch.Tensor], *options: object) -> dist.Work:
-        self._count("all_reduce", tensors)
+        self.count("all_reduce", tensors)
         return self._backend.allreduce(tensors, *options)
 
     def allgather(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], *options: object
     ) -> dist.Work:
-        self._count("all_gather", [part for parts in outputs for part in parts])
+        self.count("all_gather", [part for parts in outputs for part in parts])
         return self._backend.allgather(outputs, inputs, *options)
 
     def _allgather_base(self, output: torch.Tensor, x: torch.Tensor, *options: object) -> dist.Work:
-        self._count("all_gather", [output])
+        self.count("all_gather", [output])
         return self._backend._allgather_base(output, x, *options)
 
     def _reduce_scatter_base(self, output: torch.Tensor, x: torch.Tensor, *options: object) -> dist.Work:
-        self._count("reduce_scatter", [x])
+        self.count("reduce_scatter", [x])
         return self._backend._reduce_scatter_base(output, x, *options)
 
-    def _count(self, collective: str, tensors: Sequence[torch.Tensor]) -> None:
+    def count(self, collective: str, tensors: Sequence[torch.Tensor]) -> None:
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         self.calls.append(CountedCall(collective, num_bytes, self.label))
+
+
+class CountingPeers:
+    """Stands in a group in the place of what sums by reading peers' memory: an all-reduce all the same."""
+
+    def __init__(self, peers: PeerAllReduce, counter: CountingBackend) -> None:
+        self._peers = peers
+        self._counter = counter
+        self.takes = peers.takes
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self._counter.count("all_reduce", [x])
+        return self._peers.all_reduce(x)
+
+    def sum_and_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._counter.count("all_reduce", [x])
+        return self._peers.sum_and_norm(x, residual, norm)
 
 
 def counted(group: TensorParallelGroup) -> tuple[TensorParallelGroup, CountingBackend]:
     """`group` with its calls counted from now on, and who counts them; a group of one rank makes none."""
     counter = CountingBackend(group.backend)
-    return (group if group.size == 1 else replace(group, backend=counter)), counter
+    if group.size == 1:
+        return group, counter
+    peers = None if group.peers is None else CountingPeers(group.peers, counter)
+    return replace(group, backend=counter, peers=peers), counter

@@ -4,24 +4,16 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-FORCED_SWITCHES = {"NCCL_NVLS_ENABLE": "0"}
-"""Set in every rank before it connects: NVLink multicast is never used here."""
-
 _PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_", "MKL_")
 _NAMES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF")
 _PACKAGES = ("torch", "triton", "ray", "numpy")
 _COMMAND_TIMEOUT_S = 20
-
-
-def force_switches(environ: MutableMapping[str, str]) -> None:
-    """Write `FORCED_SWITCHES` into `environ`, whatever it says."""
-    environ.update(FORCED_SWITCHES)
 
 
 def describe_environment(backend: str, device: torch.device) -> dict[str, Any]:
@@ -52,7 +44,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def switches(environ: MutableMapping[str, str]) -> dict[str, str]:
+def switches(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that libraries of communication and threads read."""
     names = [name for name in environ if name.startswith(_PREFIXES) or name in _NAMES]
     return {name: environ[name] for name in sorted(names)}

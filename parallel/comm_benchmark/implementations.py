@@ -1,16 +1,21 @@
-"""The implementations of collectives that the benchmark compares, and those it would compare if they existed.
+"""The implementations of collectives that the benchmark compares.
 
 A registry: a new implementation registers itself here and is checked, timed and printed like the others. Owns
 no kernel.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from hybridserve.kernels.rms_norm import rms_norm_residual
 from hybridserve.parallel.comm_benchmark.settings import BACKENDS
 from hybridserve.parallel.group import TensorParallelGroup
+
+_WIDEST_ROW = 8192
+_EPS = 1e-6
 
 Run = Callable[[], torch.Tensor]
 """Does the collective once, on the same memory every time, and returns its result on this rank."""
@@ -25,29 +30,21 @@ class Implementation:
     prepare: Callable[[TensorParallelGroup, torch.Tensor], Run]
     """(group, this rank's input, flat) -> what does it. The input is the message of an all-reduce or a
     reduce-scatter and this rank's part of an all-gather; an all-reduce may write its result into it."""
-    unavailable: Callable[[TensorParallelGroup, str, int], str | None]
-    """(group, backend, bytes of the message) -> why not there, or None."""
+    lacks: Callable[[TensorParallelGroup, int], str | None]
+    """(group, bytes of the message) -> why it cannot run, or None."""
+    backend: str | None = None
+    """The only backend it is for; None: any."""
     capturable: bool = True
     """Whether a CUDA graph can hold it."""
 
+    def unavailable(self, group: TensorParallelGroup, backend: str, num_bytes: int) -> str | None:
+        """Why it cannot run, or None."""
+        if self.backend not in (None, backend):
+            return f"the backend is {backend}"
+        return self.lacks(group, num_bytes)
+
 
 _REGISTRY: dict[tuple[str, str], Implementation] = {}
-
-PLANNED = {
-    (
-        "all_reduce",
-        "one_shot",
-    ): "one-shot: its kernel (kernels/all_reduce) is not wired to memory shared between processes yet",
-    (
-        "all_reduce",
-        "two_shot",
-    ): "two-shot: its kernel (kernels/all_reduce) is not wired to memory shared between processes yet",
-    (
-        "all_reduce",
-        "one_shot_rms_norm",
-    ): "one-shot with residual and RMSNorm: not wired to memory shared between processes yet",
-}
-"""What belongs in the comparison and is not there, with what to tell the reader."""
 
 
 def register(implementation: Implementation) -> None:
@@ -63,13 +60,68 @@ def implementations(collective: str) -> tuple[Implementation, ...]:
     return tuple(i for (kind, _), i in _REGISTRY.items() if kind == collective)
 
 
-def missing() -> dict[str, str]:
-    """`collective/name` of what is planned and not registered -> why it is not measured."""
-    return {f"{kind}/{name}": why for (kind, name), why in PLANNED.items() if (kind, name) not in _REGISTRY}
+def not_measured(group: TensorParallelGroup, backend: str) -> dict[str, str]:
+    """`collective/name` of the backend's that cannot run here, however short the message -> why."""
+    reasons = {
+        f"{kind}/{name}": one.lacks(group, 0)
+        for (kind, name), one in _REGISTRY.items()
+        if one.backend in (None, backend)
+    }
+    return {what: why for what, why in reasons.items() if why is not None}
 
 
 def _all_reduce(group: TensorParallelGroup, x: torch.Tensor) -> Run:
-    return lambda: group.all_reduce(x)
+    by_backend = replace(group, peers=None)
+    return lambda: by_backend.all_reduce(x)
+
+
+def _all_reduce_and_norm(group: TensorParallelGroup, x: torch.Tensor) -> Run:
+    """As two launches, what `one_shot_rms_norm` does in one."""
+    by_backend, rows = replace(group, peers=None), _as_rows(x)
+    residual, weight = _zeros_and_ones(rows)
+
+    def run() -> torch.Tensor:
+        _, total = rms_norm_residual(by_backend.all_reduce(rows), residual, weight, _EPS, zero_centered=False)
+        return total.view(-1)
+
+    return run
+
+
+def _one_shot(group: TensorParallelGroup, x: torch.Tensor) -> Run:
+    from hybridserve.kernels.all_reduce.triton_peers import one_shot_all_reduce
+
+    memory, rows = group.peers.memory, _as_rows(x)
+    return lambda: one_shot_all_reduce(memory, rows)[0].view(-1)
+
+
+def _one_shot_and_norm(group: TensorParallelGroup, x: torch.Tensor) -> Run:
+    from hybridserve.kernels.all_reduce.triton_peers import one_shot_all_reduce
+
+    memory, rows = group.peers.memory, _as_rows(x)
+    residual, weight = _zeros_and_ones(rows)
+
+    def run() -> torch.Tensor:
+        total, _ = one_shot_all_reduce(memory, rows, residual=residual, weight=weight, eps=_EPS)
+        return total.view(-1)
+
+    return run
+
+
+def _two_shot(group: TensorParallelGroup, x: torch.Tensor) -> Run:
+    from hybridserve.kernels.all_reduce.triton_peers import two_shot_all_reduce
+
+    memory, rows = group.peers.memory, _as_rows(x)
+    return lambda: two_shot_all_reduce(memory, rows).view(-1)
+
+
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
+    """The flat message as the rows of a hidden state of a usual width."""
+    return x.view(-1, math.gcd(x.numel(), _WIDEST_ROW))
+
+
+def _zeros_and_ones(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A residual that changes no sum, and a norm's weight."""
+    return torch.zeros_like(rows), torch.ones(rows.shape[1], dtype=torch.float32, device=rows.device)
 
 
 def _all_gather(group: TensorParallelGroup, x: torch.Tensor) -> Run:
@@ -92,17 +144,24 @@ def _reduce_scatter(group: TensorParallelGroup, x: torch.Tensor) -> Run:
     return run
 
 
-def _only(name: str) -> Callable[[TensorParallelGroup, str, int], str | None]:
-    def unavailable(group: TensorParallelGroup, backend: str, num_bytes: int) -> str | None:
-        return None if backend == name else f"the backend is {backend}"
-
-    return unavailable
+def _by_peers(group: TensorParallelGroup, num_bytes: int) -> str | None:
+    if group.peers is None:
+        return group.why_no_peers
+    limit = group.peers.memory.half_bytes
+    return None if num_bytes <= limit else f"of messages of at most {limit} bytes"
 
 
 for _backend in BACKENDS:
-    for _collective, _prepare in (
-        ("all_reduce", _all_reduce),
-        ("all_gather", _all_gather),
-        ("reduce_scatter", _reduce_scatter),
+    for _collective, _name, _prepare in (
+        ("all_reduce", _backend, _all_reduce),
+        ("all_reduce", f"{_backend}_rms_norm", _all_reduce_and_norm),
+        ("all_gather", _backend, _all_gather),
+        ("reduce_scatter", _backend, _reduce_scatter),
     ):
-        register(Implementation(_backend, _collective, _prepare, _only(_backend)))
+        register(Implementation(_name, _collective, _prepare, lambda group, num_bytes: None, _backend))
+for _name, _prepare in (
+    ("one_shot", _one_shot),
+    ("two_shot", _two_shot),
+    ("one_shot_rms_norm", _one_shot_and_norm),
+):
+    register(Implementation(_name, "all_reduce", _prepare, _by_peers))

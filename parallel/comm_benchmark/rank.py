@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridserve.parallel.comm_benchmark.environment import describe_environment, force_switches
+from hybridserve.parallel.comm_benchmark.environment import describe_environment
 from hybridserve.parallel.comm_benchmark.formulas import rank_counts
-from hybridserve.parallel.comm_benchmark.implementations import missing
+from hybridserve.parallel.comm_benchmark.implementations import not_measured
 from hybridserve.parallel.comm_benchmark.settings import BenchmarkSettings
 from hybridserve.parallel.comm_benchmark.shares import shares
 from hybridserve.parallel.comm_benchmark.sweep import sweep
-from hybridserve.parallel.group import connect
+from hybridserve.parallel.group import connect, force_switches
 
 SCHEMA_VERSION = 1
 # ranks outside a smaller group wait for it this long
@@ -46,7 +46,7 @@ def run_rank(
         "schema_version": SCHEMA_VERSION,
         "settings": settings.as_json(),
         "environment": describe_environment(settings.backend, device),
-        "not_measured": missing(),
+        "not_measured": {},
         "collectives": [],
         "strategies": [],
     }
@@ -62,6 +62,7 @@ def run_rank(
                 )
                 report["strategies"] += shares(settings, group, device)
                 if count == settings.tp_size:
+                    report["not_measured"] = not_measured(group, settings.backend)
                     report["collectives"] = sweep(settings, group, device)
             _wait_for_all(store, f"done/{count}", settings.tp_size)
     return report

@@ -112,7 +112,7 @@ REPORT_SCHEMA: dict[str, Any] = {
             },
             "not_measured": {
                 "type": "object",
-                "description": "implementations that belong here and do not exist yet, and why",
+                "description": "implementations that cannot run between these ranks, and why",
                 "additionalProperties": _TEXT,
             },
             "collectives": {"type": "array", "items": _COLLECTIVE},

@@ -13,6 +13,7 @@ from hybridserve.kernels.linear import linear, linear_silu_and_mul
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.heads import HeadShard, divide
 from hybridserve.parallel.layers.layer import Layer
+from hybridserve.parallel.peer_memory import Norm
 from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, even, head_ranges, whole
 
 
@@ -154,6 +155,18 @@ class RowParallelLinear(Layer):
         if bias:
             data = torch.empty(out_features, dtype=dtype, device=device)
             self.bias = ShardedParameter(data, {"": whole(out_features)}, init="bias")
+
+    def forward_and_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: [T, columns of this rank]; residual: [T, out_features]. Returns (residual + the sum over the
+        ranks, its norm). On a GPU the residual may be overwritten.
+        """
+        if not self.group.reads_peers(x.shape[0], self.weight.shape[0], x.dtype):
+            y = self(x, residual)
+            return y, norm(y)
+        bias = self.bias if self.group.rank == 0 else None
+        return self.group.peers.sum_and_norm(linear(x, self.weight, bias, dependent=True), residual, norm)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x: [T, columns of this rank]; residual: [T, out_features]. Returns the sum over the ranks.

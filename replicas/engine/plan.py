@@ -99,7 +99,7 @@ class StepResult:
     """For each prompt position computed: (the prompt's own token there, its log-probabilities)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class EngineOutput:
     """News of one request after a step (filled by the engine; sent to whoever waits for it)."""
 
@@ -118,6 +118,34 @@ class EngineOutput:
     num_preemptions: int = 0
     first_scheduled_time: float = 0.0
     """`time.monotonic` seconds."""
+
+    def __init__(
+        self,
+        request_id: str,
+        first_index: int,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        prompt_logprobs: tuple[tuple[int, TokenLogprobs], ...] = (),
+        finish_reason: str | None = None,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+        num_preemptions: int = 0,
+        first_scheduled_time: float = 0.0,
+    ) -> None:
+        # a frozen dataclass' own sets one field after another, which takes four times as long; there is one
+        # of these for every token, in the engine's process and in the ingress'
+        self.__dict__.update(
+            request_id=request_id,
+            first_index=first_index,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=finish_reason,
+            stop_token_id=stop_token_id,
+            error=error,
+            num_preemptions=num_preemptions,
+            first_scheduled_time=first_scheduled_time,
+        )
 
     @property
     def finished(self) -> bool:

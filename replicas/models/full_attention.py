@@ -8,6 +8,7 @@ from hybridserve.kernels.rotary import qk_norm_rope_write
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.layers.linear import QKVParallelLinear, RowParallelLinear
+from hybridserve.parallel.peer_memory import Norm
 from hybridserve.parallel.weights.parameter import Cut, head_ranges
 from hybridserve.replicas.models.batch import KVCache
 from hybridserve.replicas.models.norm import ZeroCentredRMSNorm
@@ -87,9 +88,12 @@ class FullAttention(Layer):
         out = run_phases(step, KERNELS, self, (q, k if keys is None else keys, v), cache)
         return sigmoid_and_mul(out.flatten(1), gate)
 
-    def project_out(self, mixed: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """mixed: [T, mixed_width]; residual: [T, hidden_size]. Returns residual + o_proj(mixed)."""
-        return self.o_proj(mixed, residual)
+    def project_out(
+        self, mixed: torch.Tensor, residual: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """mixed: [T, mixed_width]; residual: [T, hidden_size]. Returns (residual + o_proj(mixed), its
+        norm)."""
+        return self.o_proj.forward_and_norm(mixed, residual, norm)
 
 
 def _decode(

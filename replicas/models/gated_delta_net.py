@@ -18,6 +18,7 @@ from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.heads import HeadShard
 from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.layers.linear import FusedColumnLinear, RowParallelLinear
+from hybridserve.parallel.peer_memory import Norm
 from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, head_ranges, joined_ranges
 from hybridserve.replicas.models.batch import StateCache
 from hybridserve.replicas.models.norm import GatedRMSNorm, PartialGatedRMSNorm
@@ -134,9 +135,12 @@ class GatedDeltaNet(Layer):
         mixed = run_phases(step, KERNELS, self, (qkv, z, a, b), cache)
         return self._norm_heads(mixed, z) if self.is_partial else mixed
 
-    def project_out(self, mixed: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """mixed: [T, mixed_width]; residual: [T, hidden_size]. Returns residual + out_proj(mixed)."""
-        return self.out_proj(mixed, residual)
+    def project_out(
+        self, mixed: torch.Tensor, residual: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """mixed: [T, mixed_width]; residual: [T, hidden_size]. Returns (residual + out_proj(mixed), its
+        norm)."""
+        return self.out_proj.forward_and_norm(mixed, residual, norm)
 
     def normed(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """out: [T, num_v_heads, head_v_dim], z: [T, num_v_heads * head_v_dim]. Returns the shape of z.

@@ -6,6 +6,7 @@ from hybridserve.kernels.linear import linear
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.layers.linear import GateUpLinear, RowParallelLinear
+from hybridserve.parallel.peer_memory import Norm
 from hybridserve.parallel.weights.parameter import even
 
 
@@ -26,9 +27,11 @@ class GatedMLP(Layer):
         columns = even(intermediate_size, group.rank, group.size)
         self.down_proj = RowParallelLinear(columns, hidden_size, group, dtype=dtype, device=device)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """x, residual: [T, hidden_size]. Returns residual + mlp(x)."""
-        return self.down_proj(self.gate_up_proj(x), residual)
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, residual: [T, hidden_size]. Returns (residual + mlp(x), its norm)."""
+        return self.down_proj.forward_and_norm(self.gate_up_proj(x), residual, norm)
 
     def own_part(self, x: torch.Tensor) -> torch.Tensor:
         """What this rank's channels add to mlp(x): the ranks' parts are still to be summed."""

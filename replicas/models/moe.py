@@ -9,6 +9,7 @@ from hybridserve.kernels.moe import moe_experts, moe_route
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.heads import divide
 from hybridserve.parallel.layers.layer import Layer
+from hybridserve.parallel.peer_memory import Norm
 from hybridserve.parallel.weights.grouped import GroupedParameter
 from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, even, whole
 from hybridserve.replicas.models.mlp import GatedMLP
@@ -63,12 +64,27 @@ class SparseMoE(Layer):
         self.w2 = GroupedParameter(w2, self._pieces_of_w2)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """x, residual: [T, hidden_size]. Returns residual + moe(x).
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: Norm,
+        positions: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, residual: [T, hidden_size]. Returns (residual + moe(x), its norm).
 
         positions: [T]; rows where they are negative are padding, of which the residual alone comes back.
         """
+        if self.group.reads_peers(*x.shape, x.dtype):
+            return self.group.peers.sum_and_norm(self._own_part(x, None, positions), residual, norm)
+        # the residual is whole on every rank, so one rank alone adds it before the sum
+        own = residual if self.group.rank == 0 else None
+        y = self.group.all_reduce(self._own_part(x, own, positions))
+        return y, norm(y)
+
+    def _own_part(
+        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What this rank adds to the result: the ranks' parts are still to be summed."""
         logits = linear(x, self.padded_router, dependent=True)
         weights, ids = moe_route(
             logits,
@@ -78,13 +94,11 @@ class SparseMoE(Layer):
             # padding would have experts of its own read
             row_index=positions,
         )
-        # the residual is whole on every rank, so one rank alone adds it before the sum
-        own = residual if self.group.rank == 0 else None
         if not self.by_experts:
-            return self.group.all_reduce(moe_experts(x, self.w13, self.w2, weights, ids, own))
+            return moe_experts(x, self.w13, self.w2, weights, ids, residual)
         routed, shared = weights[:, :-1].contiguous(), weights[:, -1:]
-        y = moe_experts(x, self.w13, self.w2, routed, self._held(ids[:, :-1]), own)
-        return self.group.all_reduce(y + (self.shared_expert.own_part(x) * shared).to(y.dtype))
+        y = moe_experts(x, self.w13, self.w2, routed, self._held(ids[:, :-1]), residual)
+        return y + (self.shared_expert.own_part(x) * shared).to(y.dtype)
 
     def _held(self, ids: torch.Tensor) -> torch.Tensor:
         """int32 [T, top_k] experts as numbers among the rank's own, or -1."""

@@ -66,20 +66,20 @@ class Qwen3_5DecoderLayer(Layer):
     def mixer(self) -> GatedDeltaNet | FullAttention:
         return self.linear_attn if self.is_linear else self.self_attn
 
-    def enter(self, h: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """h: [T, hidden_size]. Returns what the mixer's `mix` takes, in `out` where that is given."""
-        return self.mixer.project_in(self.input_layernorm(h), out)
-
     def leave(
-        self, mixed: torch.Tensor, h: torch.Tensor, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """mixed: of `mix`; h: the layer's input, which may be overwritten. Returns the layer's output.
+        self,
+        mixed: torch.Tensor,
+        h: torch.Tensor,
+        next_norm: ZeroCentredRMSNorm,
+        positions: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """mixed: of `mix`; h: the layer's input, which may be overwritten. Returns the layer's output, plain
+        and normed by what comes next: a sum over ranks has both from one launch.
 
         positions: [T], negative for padding, which then costs no expert; None: there is none, or it may.
         """
-        h = self.mixer.project_out(mixed, h)
-        x = self.post_attention_layernorm(h)
-        return self.mlp(x, h, positions) if self.is_sparse else self.mlp(x, h)
+        h, x = self.mixer.project_out(mixed, h, self.post_attention_layernorm)
+        return self.mlp(x, h, next_norm, positions) if self.is_sparse else self.mlp(x, h, next_norm)
 
 
 class Between(NamedTuple):
@@ -116,7 +116,8 @@ class Qwen3_5Model(Layer):
     def begin(self, token_ids: torch.Tensor, out: torch.Tensor | None = None) -> Between:
         """Up to the first layer's mixer."""
         h = self.embed_tokens(token_ids)
-        return Between(h, self.layers[0].enter(h, out))
+        first = self.layers[0]
+        return Between(h, first.mixer.project_in(first.input_layernorm(h), out))
 
     def proceed(
         self,
@@ -127,10 +128,12 @@ class Qwen3_5Model(Layer):
         positions: torch.Tensor | None = None,
     ) -> Between:
         """From the mixer of `layer`, whose result is `mixed`, to the next one's; or to the end."""
-        h = self.layers[layer].leave(mixed, h, positions)
-        if layer + 1 == len(self.layers):
-            return Between(self.norm(h), None)
-        return Between(h, self.layers[layer + 1].enter(h, out))
+        following = self.layers[layer + 1] if layer + 1 < len(self.layers) else None
+        next_norm = self.norm if following is None else following.input_layernorm
+        h, normed = self.layers[layer].leave(mixed, h, next_norm, positions)
+        if following is None:
+            return Between(normed, None)
+        return Between(h, following.mixer.project_in(normed, out))
 
     def forward(self, batch: StepBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         step = self.context(batch)

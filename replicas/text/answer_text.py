@@ -5,7 +5,7 @@ Knows nothing of logprobs or of who ends the engine's request when a stop string
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hybridserve.replicas.engine.plan import EngineOutput
 from hybridserve.replicas.sampling_params import SamplingParams
@@ -13,8 +13,7 @@ from hybridserve.replicas.text.detokenizer import IncrementalDetokenizer
 from hybridserve.replicas.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class TextPiece:
+class TextPiece(NamedTuple):
     """What one piece of news adds to an answer."""
 
     text: str

@@ -40,13 +40,15 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """What the next output ids add to the text; ids after a stop string are ignored."""
-        deltas = []
+        text = ""
+        scanner = self._scanner
         for token_id in token_ids:
-            if self.stopped is not None:
+            if scanner.stopped is not None:
                 break
             self.num_tokens += 1
-            deltas.append(self._show(self._stream.push(token_id)))
-        return "".join(deltas)
+            delta = self._stream.push(token_id)
+            text += self._show(delta) if scanner.watches else delta
+        return text
 
     def finish(self) -> str:
         """The rest of the text, once no more ids will come."""

@@ -26,6 +26,8 @@ class StopScanner:
         self._first_characters = frozenset(stop[0] for stop in stops)
         self._include = include
         self._held = ""
+        self.watches = bool(self._stops)
+        """Without stop strings all text may be shown as it comes."""
         self.stopped: str | None = None
         """The stop string that was found."""
 

@@ -1,10 +1,12 @@
 """Real server processes on free ports, ended by their recorded pids, and the same model offline."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +23,8 @@ from hybridserve.replicas.sampling_params import SamplingParams
 START_S = 120
 STOP_S = 60
 CONTEXT = 2048
+
+_REPLICAS = ("ingress", "replica")
 
 Offline = Callable[..., list[list[CompletionOutput]]]
 
@@ -132,6 +136,11 @@ class Server:
         table = process_table()
         return [pid for pid, start in self._family.items() if table.get(pid, (0, ""))[1] == start]
 
+    def lines_of(self, request_id: str) -> list[dict[str, object]]:
+        """Our processes' log lines of one request, as far as they have come through Ray."""
+        lines = [line[line.index("{") :] for line in self.log.read_text().splitlines() if request_id in line]
+        return [json.loads(line[: line.rindex("}") + 1]) for line in lines]
+
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]
 
@@ -139,13 +148,17 @@ class Server:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
 
     def metrics(self) -> dict[str, float]:
-        """Every sample without labels, and others as name{value,value}."""
+        """Samples added up over ingress replicas and pools' replicas, and once more over pools: the name, and
+        what labels are left as name{value,value}."""
         text = httpx.get(f"{self.url}/metrics", timeout=10).text
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-        return {
-            sample.name + (f"{{{','.join(sample.labels.values())}}}" if sample.labels else ""): sample.value
-            for sample in samples
-        }
+        sums: dict[str, float] = defaultdict(float)
+        for sample in samples:
+            labels = {name: value for name, value in sample.labels.items() if name not in _REPLICAS}
+            pools = {name: value for name, value in labels.items() if name != "pool"}
+            for left in (labels, pools) if "pool" in labels else (labels,):
+                sums[sample.name + (f"{{{','.join(left.values())}}}" if left else "")] += sample.value
+        return dict(sums)
 
     def occupancy(self) -> tuple[float, ...]:
         """(running, waiting, units used, pages used)."""
@@ -171,7 +184,9 @@ def new_server(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Ite
         folder = tmp_path_factory.mktemp("serve")
         content = yaml.safe_load((repo_root / "configs" / config).read_text())
         content["http_options"]["port"] = port
-        content["applications"][0]["args"]["serving"].update(serving)
+        args = content["applications"][0]["args"]
+        args["serving"].update(serving)
+        args["logging"] = {"format": "json", "level": "debug"}
         path = folder / config
         path.write_text(yaml.safe_dump(content))
         servers.append(Server([*command, str(path)], port, folder / "serve.log", repo_root))

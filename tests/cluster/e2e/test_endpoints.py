@@ -1,6 +1,7 @@
 """The endpoints beside OpenAI's generation, on a real server."""
 
 import json
+import time
 
 import httpx
 import openai
@@ -72,4 +73,23 @@ def test_metrics_count_an_answer(server, client: openai.OpenAI) -> None:
     assert gained["hybridserve_time_to_first_token_seconds_count"] == 1
     assert gained["hybridserve_inter_token_latency_seconds_count"] == 8
     assert gained["hybridserve_steps_total"] >= 9
-    assert after["hybridserve_units_total"] > 0 and after["hybridserve_pages_total"] > 0
+    assert after["hybridserve_units_limit"] > 0 and after["hybridserve_pages_limit"] > 0
+
+
+def test_one_id_from_the_client_to_the_engine(server) -> None:
+    request_id = "from-a-client"
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 3, "stream": True}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers={"x-request-id": request_id})
+    assert answer.headers["x-request-id"] == request_id
+    deadline = time.monotonic() + 30
+    while len(lines := server.lines_of(request_id)) < 2:
+        assert time.monotonic() < deadline, server.tail()
+        time.sleep(0.1)
+    by_component = {line["component"]: line for line in lines}
+    assert by_component.keys() == {"ingress", "engine"}
+    at_ingress, at_engine = by_component["ingress"], by_component["engine"]
+    assert at_ingress["pool_replica"] == at_engine["replica"] != at_ingress["replica"]
+    assert at_engine["pool"] == at_ingress["pool"] == "pool"
+    assert (at_ingress["status"], at_ingress["generation_tokens"]) == (200, at_engine["generation_tokens"])
+    assert 0 <= at_ingress["queue_s"] <= at_ingress["ttft_s"] <= at_ingress["duration_s"]
+    assert PROMPT not in server.log.read_text()

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -14,6 +15,8 @@ from fastapi import FastAPI
 
 from hybridserve.cluster.ingress.app import build_api
 from hybridserve.cluster.ingress.options import IngressOptions
+from hybridserve.cluster.ingress.service import Observers
+from hybridserve.cluster.observe.trail import current_answer
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest, PoolBusy
 from hybridserve.cluster.routing.admission import Priority
 from hybridserve.cluster.routing.load import ReplicaLoad
@@ -23,6 +26,7 @@ from hybridserve.replicas.text.tokenizer import Tokenizer
 
 MODEL_FOLDER = Path(__file__).parents[3] / "configs" / "demo-model"
 MODEL = "demo"
+POOL = "only"
 CONTEXT = 256
 VOCABULARY = 8192
 END = 2
@@ -38,11 +42,15 @@ class FakePool:
         """The whole answer, if the test wants a certain one."""
         self.tokens_per_news = 1
         self.step_seconds = 0.0
+        self.scheduled_after: float = 0.0
+        """Seconds from a request's coming to what its engine's clock says of its beginning."""
         self.stuck_at: int | None = None
         """Index of the token that never comes."""
         self.failures: dict[int, Exception] = {}
         """By index of the token in whose place it is raised."""
         self.engine_error_at: int | None = None
+        self.rejection: PoolBusy | None = None
+        """What every request is refused with."""
         self.is_ready: bool | Exception = True
         self.info_failure: Exception | None = None
         self.engine_load: ReplicaLoad | None = None
@@ -85,9 +93,14 @@ class FakePool:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
         self.submitted.append(request)
+        if self.rejection is not None:
+            raise self.rejection
+        # as the length router does, where it takes a request
+        current_answer().pool = POOL
         try:
             ids = self.answer(request)
             yield EngineOutput(request.request_id, first_index=0)
+            scheduled = time.time() + self.scheduled_after
             for first in range(0, len(ids), self.tokens_per_news):
                 await self._step(first)
                 if self.engine_error_at == first:
@@ -96,7 +109,7 @@ class FakePool:
                     )
                     return
                 self.sent += 1
-                yield self._news(request, first, ids)
+                yield replace(self._news(request, first, ids), first_scheduled_time=scheduled)
         finally:
             self.ended[request.request_id] = time.monotonic()
 
@@ -197,10 +210,13 @@ def pool(tokenizer: Tokenizer) -> FakePool:
 
 @pytest.fixture
 def make_api(pool: FakePool, tokenizer: Tokenizer) -> Callable[..., FastAPI]:
-    """An application over `pool`; keywords are IngressOptions, or `defaults`."""
+    """An application over `pool`; keywords are IngressOptions, `defaults` or `observers`."""
 
-    def make(defaults: dict[str, object] | None = None, **options: object) -> FastAPI:
-        return build_api(pool, tokenizer, IngressOptions(model_name=MODEL, **options), defaults or {})
+    def make(
+        defaults: dict[str, object] | None = None, observers: Observers | None = None, **options: object
+    ) -> FastAPI:
+        known = IngressOptions(model_name=MODEL, **options)
+        return build_api(pool, tokenizer, known, defaults or {}, observers)
 
     return make
 

@@ -1,16 +1,18 @@
 """Models, health, readiness, tokens, and metrics."""
 
+from dataclasses import replace
+
 from prometheus_client.parser import text_string_to_metric_families
 
-from hybridserve.cluster.pool.interface import PoolError
+from hybridserve.cluster.ingress.service import Observers
+from hybridserve.cluster.pool.interface import PoolBusy, PoolError
 from hybridserve.cluster.routing.load import ReplicaLoad
 from hybridserve.cluster.routing.pool_spec import PoolLimits, PoolSpec, ReplicaRange
 from hybridserve.cluster.routing.state import PoolState, ReplicaState
-from hybridserve.replicas.engine.plan import EngineLoad
 
 
 def metrics(caller) -> dict[str, float]:
-    """Every sample by its name, its labels' values appended, the labels in alphabetical order."""
+    """Every sample by its name, its labels' values appended in the alphabetical order of the labels."""
     response = caller.get("/metrics")
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/plain")
@@ -66,36 +68,52 @@ def test_tokenize_messages(caller, tokenizer):
     assert answer["tokens"] == tokenizer.encode_chat(messages, add_generation_prompt=False)
 
 
-def test_metrics_of_the_engine(caller, pool):
-    assert "hybridserve_requests_running" not in metrics(caller)
-    pool.engine_load = EngineLoad(3, 4, 500, 5, 6, 70, 80, 9, 12.5, 11, 1000)
+LOAD = ReplicaLoad(3, 4, 500, 5, 6, 70, 80, 9, 12.5, 11, 1000, 320, 120, 9000, 700, 1.5)
+
+
+def state_of(**changes: object) -> PoolState:
+    limits = PoolLimits(4, 1000, 10.0, 0.9, 0.5)
+    state = PoolState(
+        spec=PoolSpec("short", 0, 512, 2, ReplicaRange(1, 4), ("long",), limits),
+        replicas=(ReplicaState("a1", 350, LOAD), ReplicaState("b2", 0, None)),
+        budget_tokens=2000,
+        outstanding_tokens=350,
+        queued_tokens=150,
+        own_requests=2,
+        tokens_per_s=99.96,
+        queue_wait_s=1.5004,
+        decisions={"own": 7},
+        rejections={("token_budget", "low"): 2, ("token_budget", "high"): 1},
+        prefix_hits=3,
+    )
+    return replace(state, **changes)
+
+
+def test_metrics_of_the_engines(caller, pool):
+    assert not any(name.startswith("hybridserve_requests_running") for name in metrics(caller))
+    pool.pool_states = [state_of()]
     seen = metrics(caller)
-    assert seen["hybridserve_requests_running"] == 3
-    assert seen["hybridserve_requests_waiting"] == 4
-    assert (seen["hybridserve_units_used"], seen["hybridserve_units_total"]) == (5, 6)
-    assert (seen["hybridserve_pages_used"], seen["hybridserve_pages_total"]) == (70, 80)
-    assert seen["hybridserve_preemptions_total"] == 11
-    assert seen["hybridserve_step_seconds"] == 0.0125
+    assert seen["hybridserve_requests_running|short|a1"] == 3
+    assert seen["hybridserve_requests_waiting|short|a1"] == 4
+    assert (seen["hybridserve_units_used|short|a1"], seen["hybridserve_units_limit|short|a1"]) == (5, 6)
+    assert (seen["hybridserve_pages_used|short|a1"], seen["hybridserve_pages_limit|short|a1"]) == (70, 80)
+    assert seen["hybridserve_arena_use_ratio|short|a1"] == 1
+    assert seen["hybridserve_preemptions_total|short|a1"] == 11
+    assert seen["hybridserve_steps_total|short|a1"] == 1000
+    assert seen["hybridserve_computed_tokens_total|short|a1"] == 9000
+    assert seen["hybridserve_step_seconds|short|a1"] == 0.0125
+    assert seen["hybridserve_queue_age_seconds|short|a1"] == 1.5
+    # what has not reported has no figures
+    assert not any("b2" in name for name in seen)
+
+
+def test_a_load_without_a_name(caller, pool):
+    pool.pool_states = [state_of(replicas=(ReplicaState("b2", 0, None),), unnamed_load=LOAD)]
+    assert metrics(caller)["hybridserve_steps_total|short|unnamed"] == 1000
 
 
 def test_pools_and_their_metrics(caller, pool):
-    limits = PoolLimits(4, 1000, 10.0, 0.9, 0.5)
-    load = ReplicaLoad(3, 4, 500, 5, 6, 70, 80, 9, 12.5, 11, 1000, 320, 120, 9000, 700, 1.5)
-    pool.pool_states = [
-        PoolState(
-            spec=PoolSpec("short", 0, 512, 1, ReplicaRange(1, 4), ("long",), limits),
-            replicas=(ReplicaState("a1", 350, load), ReplicaState("b2", 0, None)),
-            budget_tokens=2000,
-            outstanding_tokens=350,
-            queued_tokens=150,
-            own_requests=2,
-            tokens_per_s=99.96,
-            queue_wait_s=1.5004,
-            decisions={"own": 7},
-            rejections={("token_budget", "low"): 2, ("token_budget", "high"): 1},
-            prefix_hits=3,
-        )
-    ]
+    pool.pool_states = [state_of()]
     [state] = caller.get("/pools").json()["pools"]
     assert (state["name"], state["bucket"]) == ("short", {"above": 0, "max_prompt_tokens": 512})
     replicas = state["replicas"]
@@ -108,9 +126,16 @@ def test_pools_and_their_metrics(caller, pool):
     assert state["rejections"] == {"token_budget": {"high": 1, "low": 2}}
     seen = metrics(caller)
     assert seen["hybridserve_pool_replicas|short"] == 2
+    assert seen["hybridserve_pool_shards|short"] == 4
+    assert (seen["hybridserve_pool_replicas_min|short"], seen["hybridserve_pool_replicas_max|short"]) == (
+        1,
+        4,
+    )
     assert seen["hybridserve_pool_queue_age_seconds|short"] == 1.5
-    assert seen["hybridserve_router_decisions_total|own|short"] == 7
-    assert seen["hybridserve_router_rejections_total|short|low|token_budget"] == 2
+    assert seen["hybridserve_router_decisions_total|own|ingress|short"] == 7
+    assert seen["hybridserve_router_rejections_total|ingress|short|low|token_budget"] == 2
+    pool.pool_states = [state_of(queue_wait_s=None)]
+    assert "hybridserve_pool_queue_wait_seconds|short" not in metrics(caller)
 
 
 def test_metrics_of_requests_move(caller, pool):
@@ -122,22 +147,68 @@ def test_metrics_of_requests_move(caller, pool):
     caller.post("/v1/completions", {**body, "model": "other"})
     pool.failures = {1: PoolError("gone")}
     caller.post("/v1/completions", {**body, "stream": True})
+    caller.get("/nowhere")
     seen = metrics(caller)
-    assert seen["hybridserve_requests_total|stop"] == 1
-    assert seen["hybridserve_requests_total|length"] == 2
-    assert seen["hybridserve_requests_total|error"] == 1
-    assert seen["hybridserve_prompt_tokens_total"] == 3 * used["prompt_tokens"]
+    here = "ingress|only"
+    assert seen[f"hybridserve_requests_total|stop|{here}"] == 1
+    assert seen[f"hybridserve_requests_total|length|{here}"] == 2
+    assert seen[f"hybridserve_requests_total|error|{here}"] == 1
+    # once for each prompt, however many answers it has
+    assert seen[f"hybridserve_prompt_tokens_total|{here}"] == 3 * used["prompt_tokens"]
     made = used["completion_tokens"] + 2 * 2 + 1
-    assert seen["hybridserve_generation_tokens_total"] == made
-    assert seen["hybridserve_time_to_first_token_seconds_count"] == 4
-    assert seen["hybridserve_inter_token_latency_seconds_count"] == made - 4
-    assert seen["hybridserve_request_errors_total|none|400"] == 1
-    assert seen["hybridserve_request_errors_total|model_not_found|404"] == 1
-    assert seen["hybridserve_request_errors_total|pool_unavailable|503"] == 1
-    assert seen["hybridserve_ingress_requests_in_flight"] == 0
+    assert seen[f"hybridserve_generation_tokens_total|{here}"] == made
+    assert seen[f"hybridserve_time_to_first_token_seconds_count|{here}"] == 4
+    assert seen[f"hybridserve_inter_token_latency_seconds_count|{here}"] == made - 4
+    assert seen[f"hybridserve_request_duration_seconds_count|{here}"] == 4
+    assert seen["hybridserve_request_errors_total|none|ingress|400"] == 1
+    assert seen["hybridserve_request_errors_total|model_not_found|ingress|404"] == 1
+    assert seen["hybridserve_request_errors_total|pool_unavailable|ingress|503"] == 1
+    assert seen["hybridserve_http_requests_total|ingress|/v1/completions|200"] == 3
+    assert seen["hybridserve_http_requests_total|ingress|/v1/completions|400"] == 1
+    assert seen["hybridserve_http_requests_total|ingress|other|404"] == 1
+    assert seen["hybridserve_ingress_requests_in_flight|ingress"] == 0
+
+
+def test_what_was_refused_is_no_pools(caller, pool):
+    pool.rejection = PoolBusy("full", 3, "token_budget")
+    assert caller.post("/generate", {"prompt": "a"}).status_code == 429
+    seen = metrics(caller)
+    assert seen["hybridserve_request_errors_total|overloaded|ingress|429"] == 1
+    # no error of a pool's, and nothing that a pool took
+    assert seen["hybridserve_requests_total|rejected|ingress|none"] == 1
+    assert not any(name.startswith("hybridserve_prompt_tokens_total") for name in seen)
+    assert not any(name.startswith("hybridserve_request_duration_seconds_count") for name in seen)
+
+
+def test_one_scrape_is_of_all_ingress_replicas(make_caller, pool):
+    """Whichever is asked; with two that count in one process, as `metrics_snapshot` says it to the other."""
+    pool.pool_states = [state_of()]
+    callers: dict[str, object] = {}
+
+    def others_of(name: str):
+        async def ask():
+            return [
+                one.api.state.service.metrics.snapshot() for other, one in callers.items() if other != name
+            ]
+
+        return Observers(name, other_ingresses=ask)
+
+    for name in ("a", "b"):
+        callers[name] = make_caller(observers=others_of(name))
+    callers["a"].post("/generate", {"prompt": "x"})
+    for _ in range(2):
+        callers["b"].post("/generate", {"prompt": "x"})
+    for one in callers.values():
+        seen = metrics(one)
+        assert seen["hybridserve_requests_total|stop|a|only"] == 1
+        assert seen["hybridserve_requests_total|stop|b|only"] == 2
+        # pools are the same to both
+        assert seen["hybridserve_pool_replicas|short"] == 2
+        assert seen["hybridserve_requests_running|short|a1"] == 3
 
 
 def test_two_ingresses_in_one_process_count_apart(make_caller):
     first, second = make_caller(), make_caller()
     first.post("/generate", {"prompt": "a"})
-    assert "hybridserve_requests_total|stop" not in metrics(second)
+    assert metrics(first)["hybridserve_requests_total|stop|ingress|only"] == 1
+    assert "hybridserve_requests_total|stop|ingress|only" not in metrics(second)

@@ -106,13 +106,13 @@ class Application:
         return processes("ray::EngineActor")
 
     async def metrics(self) -> dict[str, float]:
-        """Of one ingress replica, the first sample of each name."""
+        """Every name's samples, added up."""
         async with httpx.AsyncClient(timeout=10) as client:
             text = (await client.get(f"http://127.0.0.1:{self.port}/metrics")).text
         samples: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                samples.setdefault(sample.name, sample.value)
+                samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
         return samples
 
     async def idle(self) -> bool:

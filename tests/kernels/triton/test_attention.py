@@ -288,18 +288,18 @@ def test_decode_order_of_rows_changes_no_bit(device: torch.device):
 
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
-def test_decode_through_a_table_of_slots(ids: torch.dtype, device: torch.device):
+def test_decode_reads_nothing_of_padded_rows(ids: torch.dtype, device: torch.device):
     lens = (70, 0, 300, 17)
     paged = make_pages(lens, 1, 64, DTYPE, device)
     q = torch.randn(len(lens), 2, 64, device=device, dtype=DTYPE)
     expected = decode(q, paged, lens, scale=0.1)
-    # a persistent table of more slots than rows; those of no row hold pages that do not exist
-    table = torch.full((7, paged.block_tables.shape[1] + 3), 1 << 29, device=device)
-    slots = torch.tensor([5, 999, 0, 3], dtype=ids, device=device)
+    # a wider table; what belongs to no page of a sequence names pages that do not exist
+    width = paged.block_tables.shape[1]
+    table = torch.full((len(lens), width + 3), 1 << 29, dtype=ids, device=device)
     live = torch.tensor([0, 2, 3], device=device)
-    table[slots[live].long(), : paged.block_tables.shape[1]] = paged.block_tables[live]
+    table[live, :width] = paged.block_tables[live].to(ids)
     moved = Paged(paged.k, paged.v, paged.keys, paged.values, table)
-    assert torch.equal(decode(q, moved, lens, scale=0.1, table_rows=slots), expected)
+    assert torch.equal(decode(q, moved, lens, scale=0.1), expected)
 
 
 def test_decode_of_a_row_keeps_its_bits_whatever_its_neighbours_lengths(device: torch.device):

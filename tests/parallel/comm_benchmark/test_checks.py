@@ -8,7 +8,7 @@ import torch
 from hybridserve.parallel.comm_benchmark import implementations as registry
 from hybridserve.parallel.comm_benchmark.checks import check_result, drawn
 from hybridserve.parallel.comm_benchmark.counting import CountedCall, counted
-from hybridserve.parallel.comm_benchmark.implementations import Implementation, implementations, missing
+from hybridserve.parallel.comm_benchmark.implementations import implementations, not_measured
 from hybridserve.parallel.group import SINGLE, TensorParallelGroup
 
 CPU = torch.device("cpu")
@@ -94,12 +94,43 @@ def test_calls_are_counted_by_the_definitions_of_nccl_tests() -> None:
     assert counted(SINGLE)[0] is SINGLE
 
 
-def test_what_does_not_exist_is_listed_until_it_is_registered(monkeypatch) -> None:
+def test_what_cannot_run_says_why() -> None:
+    group = TensorParallelGroup(0, 2, KnownRanks(), why_no_peers="rank 1 is on another host")
+    names = ("one_shot", "two_shot", "one_shot_rms_norm")
+    assert not_measured(group, "gloo") == {
+        f"all_reduce/{name}": "rank 1 is on another host" for name in names
+    }
+    [nccl] = (one for one in implementations("all_gather") if one.name == "nccl")
+    assert nccl.unavailable(group, "gloo", 8) == "the backend is gloo"
+    assert nccl.unavailable(group, "nccl", 8) is None
+
+
+def test_an_implementation_is_registered_once(monkeypatch) -> None:
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
-    assert set(missing()) == {f"all_reduce/{name}" for name in ("one_shot", "two_shot", "one_shot_rms_norm")}
-    gloo = implementations("all_reduce")[0]
-    new = Implementation("one_shot", "all_reduce", gloo.prepare, lambda group, backend, size: None)
+    new = replace(implementations("all_reduce")[0], name="new")
     registry.register(new)
-    assert "all_reduce/one_shot" not in missing() and new in implementations("all_reduce")
-    with pytest.raises(ValueError, match="all_reduce has an implementation named 'one_shot' already"):
+    assert new in implementations("all_reduce")
+    with pytest.raises(ValueError, match="all_reduce has an implementation named 'new' already"):
         registry.register(replace(new))
+
+
+def test_sums_by_peers_are_counted_as_all_reduces() -> None:
+    group, counter = counted(TensorParallelGroup(0, 2, KnownRanks(), peers=Doubled()))
+    assert torch.equal(group.all_reduce(torch.ones(2, 4)), torch.full((2, 4), 2.0))
+    group.peers.sum_and_norm(torch.ones(2, 4), torch.zeros(2, 4), None)
+    # too long for the peers
+    group.all_reduce(torch.ones(12))
+    assert [call.num_bytes for call in counter.calls] == [32, 32, 48]
+
+
+class Doubled:
+    """Peers that hold what this rank holds."""
+
+    def takes(self, rows: int, width: int, dtype: torch.dtype) -> bool:
+        return rows == 2
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def sum_and_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: object) -> tuple:
+        return x * 2 + residual, x

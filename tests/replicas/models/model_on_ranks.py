@@ -5,6 +5,7 @@ Also what they tell each other on the way, and what they read of the checkpoint.
 
 import runpy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hybridserve.parallel.group import TensorParallelGroup
+from hybridserve.parallel.peer_memory import Norm
 from hybridserve.replicas.models.config import load_model_config
 from hybridserve.replicas.models.registry import load_model
 from hybridserve.replicas.models.sharding import shard_config, with_splits
@@ -40,6 +42,39 @@ class Wire:
 
     def _note(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         self.calls += [(name, tuple(t.shape), t.dtype) for t in tensors]
+
+
+class GlooPeers:
+    """Sums as peers do that read each other's memory: the residual comes after the sum, on every rank alike,
+    and messages of one row are none of theirs."""
+
+    def __init__(self, group: TensorParallelGroup) -> None:
+        self._group = group
+        self.sums = 0
+
+    def takes(self, rows: int, width: int, dtype: torch.dtype) -> bool:
+        return rows > 1 and dtype == torch.float32
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return self._group.all_reduce(x.clone())
+
+    def sum_and_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.sums += 1
+        total = self.all_reduce(x) + residual
+        return total, norm(total)
+
+
+def generate_by_peers(
+    group: TensorParallelGroup, folder: str, splits: tuple[str, str]
+) -> tuple[torch.Tensor, list[list[int]]]:
+    """As `generate`, with sums that are fused with the norms behind them."""
+    peers = GlooPeers(group)
+    result = generate(replace(group, peers=peers), folder, splits)
+    layers = load_model_config(folder).num_layers
+    assert peers.sums == 2 * layers * (STEPS + 3), peers.sums
+    return result
 
 
 def build(

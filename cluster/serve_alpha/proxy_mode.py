@@ -1,0 +1,95 @@
+"""Which proxy Serve puts before the ingress, as the environment variables that choose it.
+
+Serve reads them in every process of the cluster, so they have to be set where those start: `hybridserve
+serve` does it for the cluster that it starts itself, `hybridserve proxy-env` prints them for others.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Literal
+
+from hybridserve.cluster.serve_alpha import edge
+
+ProxyMode = Literal["serve", "haproxy"]
+
+LAUNCHER = "hybridserve-haproxy"
+"""The command that Serve runs as HAProxy; see `haproxy_launcher`."""
+
+# Serve's own defaults run user code and handle routers in threads of their own, so that user code may block.
+# Ours never does, and on two cores the hops between threads cost 7 ms a unary call and 4 ms a token
+_EVERY_MODE = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": edge.IMPORT_PATH,
+}
+_MARGIN_S = 60
+_MAX_THREADS = 4
+# sockets are folder/node_id/admin.sock, a node's id has 56 characters, and HAProxy appends its pid at first
+_MAX_SOCKET_PATH = 95
+_MAX_FOLDER = _MAX_SOCKET_PATH - len("/admin.sock") - 57
+
+
+def environment(mode: ProxyMode, folder: Path, longest_answer_s: float) -> dict[str, str]:
+    """The variables of `mode`.
+
+    Args:
+        folder: where HAProxy's configuration and sockets are to be; used by "haproxy" alone. Who may enter it
+            may command HAProxy.
+        longest_answer_s: how long an answer may go on after its ingress replicas have changed.
+
+    Raises:
+        ValueError: `folder` is relative or too long, or HAProxy's launcher is not installed.
+    """
+    if mode == "serve":
+        return dict(_EVERY_MODE)
+    if not folder.is_absolute() or len(str(folder)) > _MAX_FOLDER:
+        raise ValueError(
+            f"HAProxy's folder {str(folder)!r} must be an absolute path of at most {_MAX_FOLDER} characters: "
+            f"its sockets lie below it, and their paths may have {_MAX_SOCKET_PATH}"
+        )
+    patience = int(longest_answer_s) + _MARGIN_S
+    return {
+        **_EVERY_MODE,
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(_launcher()),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        # a line a request to a socket that only Serve's own metrics read; ours count requests already
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))),
+        # no `timeout server`: a long prompt is silent for as long as it takes. A client's silence while it
+        # waits for that is not a client that is gone
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(max(3600, patience)),
+        # what is left of a HAProxy whose replicas have changed: by default it cuts its streams after 120 s
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(patience),
+        # for load balancers that learn of a replica's end by polling; HAProxy is told of it
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
+    }
+
+
+def _launcher() -> Path:
+    """The launcher beside this Python, or on the PATH; absolute."""
+    beside = Path(sys.executable).parent / LAUNCHER
+    found = str(beside) if os.access(beside, os.X_OK) else shutil.which(LAUNCHER)
+    if found is None:
+        raise ValueError(
+            f"there is no {LAUNCHER} beside {sys.executable} or on the PATH; "
+            "installing this package puts it there"
+        )
+    return Path(found).absolute()
+
+
+def check(mode: ProxyMode) -> None:
+    """Raise RuntimeError unless this process' Serve is in `mode`."""
+    running: ProxyMode = "haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "serve"
+    if mode == "haproxy" and running != mode:
+        raise RuntimeError(
+            "ingress.proxy is haproxy, but this Serve runs without HAProxy: use `hybridserve serve`, or set "
+            "what `hybridserve proxy-env` prints where the cluster's processes start"
+        )

@@ -1,0 +1,99 @@
+"""What every rank does for `test_gpus.py`, on a GPU of its own."""
+
+import threading
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from hybridserve.parallel.comm_benchmark.timing import capture
+from hybridserve.parallel.group import TensorParallelGroup, connect
+
+SHAPES = ((1, 4096), (3, 5120), (64, 2048), (200, 4096))
+
+
+class Norm(NamedTuple):
+    weight: torch.Tensor
+    eps: float = 1e-6
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight).to(x.dtype)
+
+
+def on_gpu(group: TensorParallelGroup, store: str) -> TensorParallelGroup:
+    """The same ranks, connected by NCCL; `store`: a file that no other group has met on."""
+    torch.cuda.set_device(group.rank)
+    met = dist.FileStore(store, group.size)
+    return connect(group.rank, group.size, met, backend="nccl", timeout_s=30)
+
+
+def drawn(shape: tuple[int, int], rank: int, turn: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(turn * 64 + rank)
+    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+
+def sums(group: TensorParallelGroup, store: str, dtype: str) -> list[torch.Tensor]:
+    """Every sum by reading peers, in order, on the CPU; each is held to the truth. Ranks are late in turn."""
+    gpus = on_gpu(group, store)
+    assert gpus.peers is not None, gpus.why_no_peers
+    kind = getattr(torch, dtype)
+    found = []
+    for turn in range(60):
+        shape = SHAPES[turn % len(SHAPES)]
+        parts = [drawn(shape, rank, turn, kind) for rank in range(group.size)]
+        norm = Norm(torch.rand(shape[1], device="cuda") + 0.5)
+        residual = drawn(shape, group.size, turn, kind)
+        if (turn + group.rank) % 3 == 0:
+            torch.cuda._sleep(1_000_000)
+        if turn % 2:
+            total, normed = gpus.peers.sum_and_norm(parts[group.rank], residual, norm)
+            truth = sum(part.double() for part in parts) + residual.double()
+            assert (normed.float() - norm(total).float()).abs().max() < (1e-5 if dtype == "float32" else 0.05)
+        else:
+            total = gpus.all_reduce(parts[group.rank])
+            truth = sum(part.double() for part in parts)
+        bound = torch.finfo(kind).eps * sum(part.double().abs() for part in [*parts, residual])
+        assert ((total.double() - truth).abs() <= bound).all(), (turn, shape)
+        found.append(total.float().cpu())
+    return found
+
+
+def graphs(group: TensorParallelGroup, store: str) -> torch.Tensor:
+    """Three sums in a graph, by peers, NCCL, and peers; replayed often, with eager sums in between."""
+    gpus = on_gpu(group, store)
+    x = torch.zeros(4, 2048, device="cuda")
+    long = torch.zeros(2048, 2048, device="cuda")
+    out = {}
+
+    def step() -> None:
+        out["first"] = gpus.all_reduce(x)
+        out["long"] = gpus.all_reduce(long.clone())
+        out["last"] = gpus.all_reduce(out["first"])
+
+    replay = capture(step)
+    for turn in range(1, 21):
+        x.fill_(turn + group.rank)
+        long.fill_(turn)
+        replay()
+        size, ranks = group.size, sum(range(group.size))
+        assert (out["first"] == size * turn + ranks).all()
+        assert (out["long"] == size * turn).all()
+        assert (out["last"] == size * (size * turn + ranks)).all()
+        assert (gpus.all_reduce(x) == size * turn + ranks).all()
+    return out["last"].cpu()
+
+
+def give_up(group: TensorParallelGroup, store: str) -> bool:
+    """Rank 0 waits for a sum that the others do not make, until it is told to give up."""
+    gpus = on_gpu(group, store)
+    if group.rank > 0:
+        return True
+    gpus.all_reduce(torch.zeros(1, 64, device="cuda"))
+    ended = torch.cuda.Event()
+    ended.record()
+    ended_early = ended.query()
+    timer = threading.Timer(0.5, gpus.abort)
+    timer.start()
+    ended.synchronize()
+    return not ended_early
