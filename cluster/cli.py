@@ -11,6 +11,7 @@ import typer
 from hybridserve.cluster.cli_bench import bench
 from hybridserve.cluster.cli_generate import generate
 from hybridserve.cluster.cli_inspect import inspect
+from hybridserve.cluster.cli_keys import keys
 from hybridserve.cluster.cli_plan import plan
 from hybridserve.cluster.cli_serve import proxy_env, serve
 from hybridserve.cluster.cli_simulate import simulate
@@ -30,6 +31,7 @@ app.command()(proxy_env)
 app.command()(simulate)
 app.command()(update)
 app.add_typer(bench, name="bench")
+app.add_typer(keys, name="keys")
 
 
 def main() -> None:

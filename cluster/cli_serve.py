@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import socket
+import ssl
 import tempfile
 import time
 import urllib.error
@@ -18,6 +19,7 @@ from typing import Annotated
 import typer
 import yaml
 
+from hybridserve.cluster.access.exposure import is_loopback, open_server_warning
 from hybridserve.cluster.cli_plan import print_plan
 from hybridserve.cluster.plan import check_shards
 from hybridserve.cluster.serve_alpha.proxy_mode import environment
@@ -37,6 +39,8 @@ class ServeFile:
     settings: AppSettings
     url: str
     """Where the application answers, without a slash at the end."""
+    listens_on: str = "127.0.0.1"
+    """The address that the HTTP server is bound to."""
 
 
 def serve(
@@ -54,6 +58,8 @@ def serve(
         return
     began = time.monotonic()
     file = read_serve_file(config, port)
+    if file.settings.access.keys_file is None and not is_loopback(file.listens_on):
+        typer.echo(open_server_warning(file.listens_on), err=True)
     if not _cluster_runs():
         check_port_is_free(file.url)
     written = nullcontext(config) if port is None else _written(file.content)
@@ -105,10 +111,17 @@ def read_serve_file(config: Path, port: int | None = None) -> ServeFile:
     if port is not None:
         http["port"] = port
     host = http.get("host", "127.0.0.1")
+    listens_on = str(host)
+    if http.get("ssl_certfile") and settings.ingress.proxy == "haproxy":
+        raise ValueError(
+            f"http_options.ssl_certfile {http['ssl_certfile']!r}: Serve's HAProxy does not speak TLS; put a "
+            "load balancer that does before it, or set ingress.proxy to serve (docs/security.md)"
+        )
     host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     prefix = str(ours.get("route_prefix") or "/").rstrip("/")
-    url = f"http://{host}:{http.get('port', 8000)}{prefix}"
-    return ServeFile({**content, "http_options": http}, settings, url)
+    scheme = "https" if http.get("ssl_certfile") else "http"
+    url = f"{scheme}://{host}:{http.get('port', 8000)}{prefix}"
+    return ServeFile({**content, "http_options": http}, settings, url, listens_on)
 
 
 def check_port_is_free(url: str) -> None:
@@ -140,9 +153,17 @@ def _wait_until_ready(child: ServeProcess, url: str) -> str | None:
     return None
 
 
+def _unverified() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=10) as response:
+        # the certificate is for whatever name clients use; here it is only asked whether the server is up
+        with urllib.request.urlopen(url, timeout=10, context=_unverified()) as response:
             return response.status == 200
     except (urllib.error.URLError, OSError):
         return False
@@ -153,7 +174,8 @@ def _curl(file: ServeFile) -> str:
         {"model": file.settings.model.served_name, "prompt": "def fibonacci(n):", "max_tokens": 48}
     )
     header = shlex.quote("Content-Type: application/json")
-    return f"curl {file.url}/v1/completions -H {header} -d {shlex.quote(body)}"
+    key = "" if file.settings.access.keys_file is None else '-H "Authorization: Bearer $API_KEY" '
+    return f"curl {file.url}/v1/completions {key}-H {header} -d {shlex.quote(body)}"
 
 
 @contextmanager

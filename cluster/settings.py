@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from hybridserve.cluster.access.options import AccessSettings
 from hybridserve.cluster.cli_sizes import parse_size
 from hybridserve.cluster.observe.logs import LogFormat, LogLevel, LogOptions
 from hybridserve.cluster.pool.retry import RetryPolicy
@@ -109,6 +110,8 @@ class ServingSettings(_Section):
     """How long loading the model may take."""
     longest_answer_s: PositiveSeconds = 600.0
     """How long a replica that is being stopped may go on with what it has begun."""
+    stuck_after_s: PositiveSeconds = 60.0
+    """How long one step may take; an engine that makes none for so long, with work to do, is replaced."""
     retry_wait_s: Seconds = 15.0
     """How long a request whose replica failed may wait for another one; 0: the failure is told at once."""
     resume: bool = True
@@ -246,6 +249,7 @@ class AppSettings(_Section):
     parallel: ParallelSettings = ParallelSettings()
     serving: ServingSettings = ServingSettings()
     ingress: IngressSettings = IngressSettings()
+    access: AccessSettings = AccessSettings()
     autoscaling: AutoscalingSettings = AutoscalingSettings()
     logging: LoggingSettings = LoggingSettings()
     tracing: TracingSettings = TracingSettings()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from hybridserve.cluster.access.key_file import read_keys
 from hybridserve.cluster.settings import AppSettings, describe_error
 
 
@@ -43,7 +44,8 @@ def load_settings(args: object, base: Path) -> AppSettings:
     """Settings from YAML `args`, the model's path made absolute against `base`.
 
     Raises:
-        ValueError: a key is unknown, missing or has a bad value (each is named), or the model is not there.
+        ValueError: a key is unknown, missing or has a bad value (each is named), the model is not there, or
+            the file of API keys cannot be used.
     """
     settings = parse_settings(args)
     path = (base / Path(settings.model.path).expanduser()).resolve()
@@ -56,4 +58,11 @@ def load_settings(args: object, base: Path) -> AppSettings:
         raise ValueError(
             f"bad configuration: model.path {settings.model.path!r}: there is no {path}/config.json"
         )
-    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(path)})})
+    model = settings.model.model_copy(update={"path": str(path)})
+    access = settings.access.resolved(base)
+    if access.keys_file is not None:
+        try:
+            read_keys(Path(access.keys_file))
+        except ValueError as error:
+            raise ValueError(f"bad configuration: {error}") from None
+    return settings.model_copy(update={"model": model, "access": access})

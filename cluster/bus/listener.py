@@ -7,6 +7,7 @@ that nobody registered are dropped and counted, and what a connection may cost i
 import asyncio
 import logging
 import secrets
+import ssl
 from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
@@ -37,6 +38,8 @@ _MAX_UNKNOWN_ENTRIES = 16384
 # of cancels, to an engine that does not read them
 _MAX_UNSENT_BYTES = 2**18
 
+_HANDSHAKE_TIMEOUT_S = 5.0
+
 logger = logging.getLogger(__name__)
 
 
@@ -58,6 +61,7 @@ class BusListener:
         max_unread_tokens: of one stream; its request is cancelled when its owner reads too slowly.
         silence_s: a connection that sends no whole frame for so long is dropped.
         max_connections: further ones are closed at once.
+        tls: of a server; None: in the clear.
     """
 
     def __init__(
@@ -67,8 +71,10 @@ class BusListener:
         max_unread_tokens: int = MAX_UNREAD_TOKENS,
         silence_s: float = _SILENCE_S,
         max_connections: int = _MAX_CONNECTIONS,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._host = host
+        self._tls = tls
         self._observer = observer
         self._max_unread_tokens = max_unread_tokens
         self._silence_s = silence_s
@@ -87,7 +93,10 @@ class BusListener:
         that were "refused" or "dropped"."""
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, self._host, 0)
+        timeout = None if self._tls is None else _HANDSHAKE_TIMEOUT_S
+        self._server = await asyncio.start_server(
+            self._serve, self._host, 0, ssl=self._tls, ssl_handshake_timeout=timeout
+        )
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:

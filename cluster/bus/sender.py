@@ -7,6 +7,8 @@ event loop; `send` never waits.
 import asyncio
 import contextlib
 import logging
+import ssl
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 
@@ -51,8 +53,10 @@ class Channel:
         idle_s: float,
         write_timeout_s: float,
         on_gone: Callable[["Channel"], None],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.address = address
+        self._tls = tls
         self.epoch = 0
         self.streams = 0
         self.dropped_frames = 0
@@ -94,12 +98,12 @@ class Channel:
 
     async def _run(self) -> None:
         """Dial, write until the connection breaks, dial again as long as a stream needs it."""
-        failures = refusals = 0
+        failures = refusals = brief = 0
         reached = False
         while failures == 0 or self.streams > 0:
             try:
                 async with asyncio.timeout(_DIAL_TIMEOUT_S):
-                    reader, writer = await asyncio.open_connection(*self.address)
+                    reader, writer = await asyncio.open_connection(*self.address, ssl=self._tls)
             except (OSError, TimeoutError) as error:
                 if failures == 0:
                     logger.warning("token bus: cannot reach the ingress at %s:%d: %s", *self.address, error)
@@ -112,10 +116,17 @@ class Channel:
                 continue
             failures = refusals = 0
             reached = True
+            began = time.monotonic()
             await self._talk(reader, writer)
             self._lose_backlog()
             if self.streams == 0:
                 return
+            brief = brief + 1 if time.monotonic() - began < _REDIAL_S[-1] else 0
+            if brief:
+                # a server that refuses our certificate hangs up only after the handshake
+                await asyncio.sleep(_REDIAL_S[min(brief, len(_REDIAL_S)) - 1])
+            if brief == 2:
+                logger.warning("token bus: the ingress at %s:%d hangs up at once", *self.address)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Write the backlog and read cancels until either way breaks."""
@@ -171,6 +182,7 @@ class BusSender:
         replica: the name that routing knows this engine by.
         write_timeout_s: how long an ingress may take no bytes before its connection is dropped.
         on_gone: called when an ingress that was reached has ended; its streams are nobody's.
+        tls: of a client; None: in the clear.
     """
 
     def __init__(
@@ -182,6 +194,7 @@ class BusSender:
         replica: str = "",
         write_timeout_s: float = _WRITE_TIMEOUT_S,
         on_gone: Callable[[Channel], None] = lambda channel: None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._on_cancel = on_cancel
         self._load = load
@@ -190,6 +203,7 @@ class BusSender:
         self._max_backlog_bytes = max_backlog_bytes
         self._idle_s = idle_s
         self._replica = replica
+        self._tls = tls
         self._channels: dict[Address, Channel] = {}
 
     def open_stream(self, address: Address) -> Channel:
@@ -204,6 +218,7 @@ class BusSender:
                 self._idle_s,
                 self._write_timeout_s,
                 self._on_gone,
+                self._tls,
             )
             self._channels[address] = channel
         channel.streams += 1

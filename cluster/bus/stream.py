@@ -111,7 +111,8 @@ class Stream:
         if self._news[0] is None:
             return self._news.popleft()
         fresh = []
-        while self._news and self._news[0] is not None:
+        # the first token goes alone, as the time of its step is told
+        while self._news and self._news[0] is not None and (not fresh or fresh[0].first_index):
             fresh.append(self._news.popleft())
         news = joined(fresh)
         self._unread_tokens -= len(news.token_ids)

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from hybridserve.cluster.access.gate import Access, Gate
 from hybridserve.cluster.ingress.chat import Chat
 from hybridserve.cluster.ingress.completions import Completions
 from hybridserve.cluster.ingress.disconnect import ClientGone
@@ -37,11 +38,13 @@ def build_api(
     options: IngressOptions,
     generation_defaults: Mapping[str, object],
     observers: Observers | None = None,
+    access: Access | None = None,
 ) -> FastAPI:
     """The HTTP application of one ingress replica.
 
     generation_defaults: the contents of the checkpoint's `generation_config.json`, or nothing.
     observers: by default none.
+    access: who may use it; by default anybody.
 
     Raises:
         ValueError: a generation default is out of its bounds.
@@ -53,7 +56,7 @@ def build_api(
     api.state.service = service
     _add_endpoints(api, service)
     _add_error_handlers(api, service)
-    _add_limits(api, service)
+    _add_limits(api, service, access or Access())
     return api
 
 
@@ -80,7 +83,7 @@ def _add_endpoints(api: FastAPI, service: Service) -> None:
         api.add_route(path, endpoint, methods=["GET"])
 
 
-def _add_limits(api: FastAPI, service: Service) -> None:
+def _add_limits(api: FastAPI, service: Service, access: Access) -> None:
     """The last one added sees a request first."""
     options = service.options
     api.add_middleware(
@@ -93,6 +96,7 @@ def _add_limits(api: FastAPI, service: Service) -> None:
         full=lambda priority: service.pool.full(priority),
     )
     api.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, report=service.report)
+    api.add_middleware(Gate, access=access, report=service.report)
     api.add_middleware(
         Observed,
         routes=(*GENERATION_PATHS, *_STATUS_PATHS),

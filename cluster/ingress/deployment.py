@@ -11,6 +11,8 @@ from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
+from hybridserve.cluster.access.build import open_access
+from hybridserve.cluster.access.bus_tls import listener_context
 from hybridserve.cluster.bus.listener import BusListener
 from hybridserve.cluster.garbage import collect_rarely
 from hybridserve.cluster.ingress.app import build_api
@@ -24,6 +26,7 @@ from hybridserve.cluster.routing.length_router import LengthRouter, RoutedPool
 from hybridserve.cluster.routing.pool_spec import PoolSpec
 from hybridserve.cluster.routing.registry import pool_loads
 from hybridserve.cluster.serve_alpha.broadcast import AllReplicas
+from hybridserve.cluster.serve_alpha.exposure import warn_if_exposed
 from hybridserve.cluster.serve_alpha.proxy_mode import check
 from hybridserve.cluster.settings import AppSettings
 from hybridserve.replicas.models.config import load_generation_defaults
@@ -62,6 +65,11 @@ class Ingress:
         self._name = context.replica_id.unique_id
         set_up_logging(settings.logging.options, component="ingress", replica=self._name)
         self._others = AllReplicas(context.deployment, context.app_name, "metrics_snapshot")
+        self._access = open_access(settings.access, settings.ingress.num_replicas)
+        tls = settings.access.bus_tls
+        self._bus_tls = None if tls is None else listener_context(tls)
+        if self._access.keys is None:
+            await warn_if_exposed()
         specs = settings.pool_specs()
         self._router = LengthRouter([await self._open_pool(spec, pools[spec.name]) for spec in specs])
 
@@ -69,7 +77,7 @@ class Ingress:
         # Serve's router for the handle, in this same process, chooses replicas by these loads
         loads = pool_loads(serve.get_replica_context().app_name, spec.name)
         # one for each pool, so that whose replicas' reports come in is plain
-        listener = BusListener(ray.util.get_node_ip_address(), loads)
+        listener = BusListener(ray.util.get_node_ip_address(), loads, tls=self._bus_tls)
         await listener.start()
         serving = self._settings.serving_of(spec.name)
         client = HandlePoolClient(handle, listener, serving.token_transport, loads)
@@ -95,6 +103,7 @@ class Ingress:
             options,
             load_generation_defaults(settings.model.path),
             observers,
+            self._access,
         )
         collect_rarely()
         return self._api

@@ -11,6 +11,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from hybridserve.cluster.access.record import current_record
+from hybridserve.cluster.ingress.answer_size import check_answer_size
 from hybridserve.cluster.ingress.errors import AnswerFailed, ApiError
 from hybridserve.cluster.ingress.metrics import AnswerClock
 from hybridserve.cluster.ingress.prompts import TokenizedPrompt
@@ -18,6 +20,7 @@ from hybridserve.cluster.ingress.service import Service
 from hybridserve.cluster.observe.trail import current_request_id
 from hybridserve.cluster.pool.interface import GenerationRequest, PoolError
 from hybridserve.cluster.routing.admission import Priority
+from hybridserve.cluster.routing.cost import cost_of
 from hybridserve.replicas.engine.plan import EngineOutput, TokenLogprobs
 from hybridserve.replicas.sampling_params import SamplingParams
 from hybridserve.replicas.text.answer_text import AnswerText
@@ -49,6 +52,12 @@ class Job:
     @property
     def prompt_tokens(self) -> int:
         return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    @property
+    def expected_tokens(self) -> int:
+        """Of all answers, as the pools' admission expects them."""
+        stated = self.stated_max_tokens
+        return self.n * sum(cost_of(0, one.max_tokens, stated).answer_tokens for one in self.params)
 
     def request(self, index: int) -> GenerationRequest:
         """What the pool is asked for answer `index`."""
@@ -120,7 +129,10 @@ def run(service: Service, job: Job) -> AsyncGenerator[Piece, None]:
     Raises (while iterating):
         AnswerFailed: because of an ApiError where the engine refused or failed an answer, of a PoolError
             where the pool did.
+        PoolBusy: from the call itself, there is no room for the client's key.
     """
+    check_answer_size([len(prompt.token_ids) for prompt in job.prompts], job.params)
+    current_record().admit(job.request_id, service.options.model_name, job.prompt_tokens, job.expected_tokens)
     return _interleave([_answer(service, job, index) for index in range(len(job.prompts) * job.n)])
 
 
@@ -128,6 +140,7 @@ async def _answer(service: Service, job: Job, index: int) -> AsyncGenerator[Piec
     request = job.request(index)
     text = AnswerText(service.tokenizer, request.prompt_token_ids, request.params)
     clock = AnswerClock(service.metrics, request, job.arrival, counts_prompt=index % job.n == 0)
+    record = current_record()
     reason = "cancelled"
     try:
         async with aclosing(service.pool.generate(request)) as news:
@@ -138,6 +151,7 @@ async def _answer(service: Service, job: Job, index: int) -> AsyncGenerator[Piec
                     # only says that the engine has the request
                     continue
                 piece = _piece(text, index, output)
+                record.add(index, len(piece.token_ids), piece.text)
                 if piece.finish_reason is not None:
                     break
                 yield piece
@@ -149,6 +163,7 @@ async def _answer(service: Service, job: Job, index: int) -> AsyncGenerator[Piec
         raise AnswerFailed(job.request_id) from error
     finally:
         clock.end(reason)
+        record.end_answer(index, reason)
 
 
 async def _next(news: AsyncGenerator[EngineOutput, None], request_id: str) -> EngineOutput:

@@ -19,6 +19,9 @@ from hybridserve.cluster.ingress.fields import (
 )
 from hybridserve.replicas.sampling_params import MAX_LOGPROBS
 
+# far above any conversation, and few enough for a chat template to be rendered without holding up others
+MAX_MESSAGES = 4096
+
 Prompt = str | list[str] | list[int] | list[list[int]]
 
 
@@ -114,7 +117,7 @@ class TemplateFields(Strict):
 
 
 class ChatRequest(OpenAIFields, TemplateFields):
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -142,7 +145,7 @@ class GenerateRequest(SamplingFields):
 class TokenizeRequest(TemplateFields):
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool = True
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ Knows how a pool is reached and how it can fail; nothing of HTTP, of text, or of
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from contextvars import Context
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
@@ -75,11 +76,16 @@ class HandlePoolClient:
 
         After a replica that does not, the engine that takes its place has to answer a prompt of its own.
         """
-        if self._golden is None or (self._golden.done() and not self._golden.result()):
-            self._golden = asyncio.create_task(self._answer_golden_prompt())
+        golden = self._golden
+        if golden is None or (golden.done() and (golden.cancelled() or not golden.result())):
+            # in a context of its own: Serve cancels the calls of an HTTP request whose client has gone, and
+            # the next one is to find this prompt on its way
+            golden = asyncio.create_task(self._answer_golden_prompt(), context=Context())
+            self._golden = golden
         try:
             async with asyncio.timeout(_QUICK_CALL_S):
-                if await asyncio.shield(self._golden):
+                await asyncio.wait((golden,))
+                if not golden.cancelled() and golden.result():
                     await self._ask_info()
                     return True
         except PoolError:

@@ -10,7 +10,8 @@ from ray.serve import Application
 
 from hybridserve.cluster.pool.engine_factory import CheckpointEngine
 from hybridserve.cluster.pool.engine_loop import EngineFactory
-from hybridserve.cluster.pool.replica import EngineActorOptions, PoolReplica
+from hybridserve.cluster.pool.replica import PoolReplica
+from hybridserve.cluster.pool.replica_actors import EngineActorOptions
 from hybridserve.cluster.routing.pool_spec import PoolSpec
 from hybridserve.cluster.serve_alpha.autoscaling import replica_options
 from hybridserve.cluster.serve_alpha.placement import REPLICA_CPUS, plan_placement
@@ -39,9 +40,13 @@ def build_pool(
         max_concurrent_requests=max_requests,
         startup_timeout_s=serving.startup_timeout_s,
         num_cpus=placement.engine_cpus,
-        num_gpus=placement.engine_gpus,
+        num_gpus=placement.shard_gpus,
+        num_shards=spec.tensor_parallel_size,
+        shard_cpus=placement.shard_cpus,
+        stuck_after_s=serving.stuck_after_s,
         pool=spec.name,
         logs=settings.logging.options,
+        bus_tls=settings.access.bus_tls,
     )
     deployment = serve.deployment(
         PoolReplica,

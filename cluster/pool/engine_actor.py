@@ -6,17 +6,22 @@ factory does, in this process alone. Everything but the step loop runs on the ac
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from hybridserve.cluster.bus.frames import Entry, ReplyTo, pack_entry
+from hybridserve.cluster.access.bus_tls import sender_context
+from hybridserve.cluster.access.options import BusTls
+from hybridserve.cluster.bus.frames import KEY_BYTES, Entry, ReplyTo, pack_entry
 from hybridserve.cluster.bus.sender import BusSender, Channel
 from hybridserve.cluster.observe.logs import LogOptions, log_event, set_up_logging
 from hybridserve.cluster.pool.engine_loop import EngineFactory, EngineLoop
+from hybridserve.cluster.pool.golden import golden_fault, golden_request
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
 from hybridserve.cluster.pool.record import GenerationReply, OutputRecord
+from hybridserve.cluster.pool.watchdog import StepWatchdog
 from hybridserve.cluster.routing.cost import Backlog, cost_of
 from hybridserve.cluster.routing.load import ReplicaLoad
 from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
@@ -53,11 +58,23 @@ class EngineActor:
         factory: builds the engine, on the step thread.
         pool: the name of the pool, for log lines.
         logs: how its process logs; None: as it does already.
+        bus_tls: certificates for the token bus; None: in the clear.
+        stuck_after_s: how long a step may take before the engine counts as dead.
     """
 
-    def __init__(self, factory: EngineFactory, pool: str = "", logs: LogOptions | None = None) -> None:
+    def __init__(
+        self,
+        factory: EngineFactory,
+        pool: str = "",
+        logs: LogOptions | None = None,
+        bus_tls: BusTls | None = None,
+        stuck_after_s: float = 60.0,
+    ) -> None:
         self._pool = pool
         self._logs = logs
+        self._bus_tls = bus_tls
+        self._stuck_after_s = stuck_after_s
+        self._watching: asyncio.Task[None] | None = None
         self._loop = EngineLoop(factory, _OnEventLoop(self))
         self._requests: dict[str, _Request] = {}
         self._last_load: EngineLoad | None = None
@@ -66,7 +83,8 @@ class EngineActor:
         self._death: str | None = None
 
     async def start(self, replica: str = "") -> EngineInfo | str:
-        """Build the engine. Returns what it says of itself, or why it could not be built.
+        """Build the engine and have it answer the golden prompt, through all of its shards. Returns what it
+        says of itself, or why it cannot serve.
 
         replica: the name under which its load is reported.
         """
@@ -75,14 +93,29 @@ class EngineActor:
         self.event_loop = asyncio.get_running_loop()
         self._info: asyncio.Future[EngineInfo | str] = self.event_loop.create_future()
         self._died: asyncio.Future[str] = self.event_loop.create_future()
+        try:
+            tls = None if self._bus_tls is None else sender_context(self._bus_tls)
+        except ValueError as error:
+            return str(error)
         self._sender = BusSender(
             on_cancel=lambda key: self.on_abort(key.hex()),
             load=self._load,
             replica=replica,
             on_gone=self.on_ingress_gone,
+            tls=tls,
         )
         self._loop.start()
-        return await self._info
+        info = await self._info
+        if isinstance(info, str):
+            return info
+        fault = golden_fault(info, await self._answer(golden_request(info)))
+        if fault is None:
+            # only now: the first steps may take longer than any other
+            self._watching = asyncio.create_task(self._watch_steps())
+        return fault or info
+
+    async def ping(self) -> None:
+        """Answers while the process lives, whatever its engine does."""
 
     async def wait_for_death(self) -> str:
         """Returns the reason, when the step loop has ended by itself."""
@@ -123,8 +156,18 @@ class EngineActor:
 
     async def close(self) -> None:
         """Stop stepping and close the connections (for tests; an actor's process just ends)."""
+        if self._watching is not None:
+            self._watching.cancel()
         await asyncio.to_thread(self._loop.close)
         await self._sender.close()
+
+    async def _answer(self, request: GenerationRequest) -> GenerationReply:
+        """To a request of this process' own."""
+        return await self._submit(request, ReplyTo("", 0, secrets.token_bytes(KEY_BYTES)), None).reply
+
+    async def _watch_steps(self) -> None:
+        await StepWatchdog(self._stuck_after_s).watch(lambda: self._loop.turn)
+        self._die(f"the engine has made no step for {self._stuck_after_s:g} s (serving.stuck_after_s)")
 
     def _submit(self, request: GenerationRequest, reply_to: ReplyTo, channel: Channel | None) -> _Request:
         engine_id = reply_to.key.hex()
@@ -230,10 +273,16 @@ class EngineActor:
             self._finish(one, reply)
 
     def on_died(self, message: str) -> None:
-        self._death = f"the engine died: {message}"
         if not self._info.done():
             self._info.set_result(message)
-        self._died.set_result(self._death)
+        self._die(f"the engine died: {message}")
+
+    def _die(self, death: str) -> None:
+        """Answer all requests. A step that was given up may still raise."""
+        if self._death is not None:
+            return
+        self._death = death
+        self._died.set_result(death)
         for one in self._requests.values():
             self._finish(one, GenerationReply(failed=self._death))
         self._requests.clear()

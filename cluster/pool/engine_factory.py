@@ -3,8 +3,12 @@
 import os
 from dataclasses import dataclass, replace
 
+from ray.actor import ActorHandle
+
 from hybridserve.cluster.garbage import collect_rarely
 from hybridserve.cluster.pool.engine_loop import BuiltEngine
+from hybridserve.cluster.pool.process import threads_wait_asleep
+from hybridserve.cluster.pool.shard_processes import ShardProcesses
 from hybridserve.cluster.settings_reading import in_settings_words
 from hybridserve.replicas.engine.config import EngineConfig
 
@@ -14,11 +18,14 @@ class CheckpointEngine:
     """The factory of an engine for a checkpoint. Picklable without torch; call it to build."""
 
     config: EngineConfig
+    shards: tuple[ActorHandle, ...] = ()
+    """Actors of the ranks above 0; filled by the replica."""
+
+    def with_shards(self, shards: tuple[ActorHandle, ...]) -> "CheckpointEngine":
+        return replace(self, shards=shards)
 
     def __call__(self) -> BuiltEngine:
-        # read when torch loads its OpenMP. Threads that wait by spinning take the cores that the proxy and
-        # the ingress need: on two busy cores a step of 20 ms took 300
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        threads_wait_asleep()
         from hybridserve.replicas.engine.build import build_engine, resolve_placement
 
         config = self.config
@@ -28,7 +35,7 @@ class CheckpointEngine:
             cores = len(os.sched_getaffinity(0)) - 1
             config = replace(config, num_threads=max(1, cores // config.tensor_parallel_size))
         try:
-            engine = build_engine(config)
+            engine = build_engine(config, processes=ShardProcesses(self.shards) if self.shards else None)
         except ValueError as error:
             raise ValueError(in_settings_words(str(error))) from None
         placement = resolve_placement(config, engine.model_config)

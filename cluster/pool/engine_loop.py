@@ -18,7 +18,7 @@ from hybridserve.replicas.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-CHECK_S = 1.0
+CHECK_S = 0.5
 """How often an engine without work is asked whether it could do any."""
 
 
@@ -93,6 +93,10 @@ class EngineLoop:
         self._inbox: deque[GenerationRequest | str] = deque()
         self._changed = threading.Condition()
         self._closing = False
+        self._num_turns = 0
+        self.turn: int | None = None
+        """The number of the turn that is being made, for who watches from outside; None while there is
+        nothing to do."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -144,10 +148,13 @@ class EngineLoop:
                     engine.check()
             messages = list(self._inbox)
             self._inbox.clear()
+        self._num_turns += 1
+        self.turn = self._num_turns
         for message in messages:
             self._take(engine, message)
         outputs = engine.step() if engine.has_unfinished() else []
         self._events.stepped(outputs, engine.load())
+        self.turn = None
 
     def _take(self, engine: Engine, message: GenerationRequest | str) -> None:
         if isinstance(message, str):

@@ -1,71 +1,70 @@
-"""The pool's Serve replica: starts the engine's actor, hands requests to it, and notices its death.
+"""The pool's Serve replica: starts its actors, hands requests to the engine, and ends when one of them does.
 
 Thin on purpose: it computes nothing and imports no torch, so that it can always answer Serve's health checks.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 
-import ray
 from ray import serve
 from ray.exceptions import RayActorError
-from ray.util import get_current_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridserve.cluster.bus.frames import ReplyTo
-from hybridserve.cluster.observe.logs import LogOptions, log_event, set_up_logging
-from hybridserve.cluster.pool.engine_actor import EngineActor
+from hybridserve.cluster.observe.logs import log_event, set_up_logging
 from hybridserve.cluster.pool.engine_loop import EngineFactory
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
 from hybridserve.cluster.pool.record import GenerationReply
+from hybridserve.cluster.pool.replica_actors import EngineActorOptions, ReplicaActors, ShardedFactory
+from hybridserve.cluster.pool.shard_processes import first_line
 from hybridserve.cluster.routing.load import ReplicaLoad
 from hybridserve.cluster.scaling.policy import ARENA_USE, OUTSTANDING_TOKENS, QUEUE_AGE_S
 from hybridserve.replicas.engine.plan import EngineOutput
 
-# calls that may wait beside the admitted requests: cancels, loads, the watch for the actor's death
-_SPARE_CALLS = 100
+# a process that is stopped, or whose machine is gone, is noticed by this; a dead one at once
+PING_TIMEOUT_S = 10.0
+# how long an engine that died in good order may take to answer its requests
+_ANSWERS_S = 0.5
+# how long replies may take on their way out of this process, and the engine's last frames out of its
+_FLUSH_S = 0.2
+_POLL_S = 0.01
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineActorOptions:
-    """How the engine's actor is placed and how long it may take to start."""
-
-    max_concurrent_requests: int
-    startup_timeout_s: float
-    num_cpus: float = 0.0
-    num_gpus: float = 0.0
-    pool: str = ""
-    """The name of the pool, for log lines."""
-    logs: LogOptions = LogOptions()
 
 
 class PoolReplica:
     """One replica of the model, as Serve sees it.
 
     Args:
-        factory: builds the engine, in the actor's process.
-        options: of the actor.
+        factory: builds the engine, in its actor's process.
+        options: of the actors.
 
     Raises:
         RuntimeError: the engine did not start; the message says why.
     """
 
-    async def __init__(self, factory: EngineFactory, options: EngineActorOptions) -> None:
+    async def __init__(self, factory: EngineFactory | ShardedFactory, options: EngineActorOptions) -> None:
         set_up_logging(options.logs, component="replica", pool=options.pool, replica=_replica_name())
         self._death: str | None = None
-        self._engine = _start_actor(factory, options)
+        self._dead = asyncio.Event()
+        self._num_calls = 0
+        self._actors = ReplicaActors(factory, options)
+        self._engine = self._actors.engine
         self._info = await self._wait_for_start(options.startup_timeout_s)
-        self._watch = asyncio.create_task(self._wait_for_death())
+        self._tasks = [asyncio.create_task(self._wait_for_death()), asyncio.create_task(self._end())]
         log_event(logger, logging.INFO, "engine_up", "the engine is up", **asdict(self._info))
 
     async def generate(self, request: GenerationRequest, reply_to: ReplyTo) -> GenerationReply:
         """Serve a request to its end, its tokens going to `reply_to` on the way."""
         if self._death is not None:
             return GenerationReply(failed=self._death)
+        with self._counted():
+            return await self._generate(request, reply_to)
+
+    async def _generate(self, request: GenerationRequest, reply_to: ReplyTo) -> GenerationReply:
         try:
             return await self._engine.generate.remote(request, reply_to)
         except RayActorError as error:
@@ -81,17 +80,18 @@ class PoolReplica:
         if self._death is not None:
             yield GenerationReply(failed=self._death)
             return
-        try:
-            async for ref in self._engine.stream.remote(request, reply_to):
-                yield await ref
-        except RayActorError as error:
-            yield GenerationReply(failed=self._died(error))
-        finally:
-            self._engine.abort.remote(reply_to.key)
+        with self._counted():
+            try:
+                async for ref in self._engine.stream.remote(request, reply_to):
+                    yield await ref
+            except RayActorError as error:
+                yield GenerationReply(failed=self._died(error))
+            finally:
+                self._engine.abort.remote(reply_to.key)
 
     async def info(self) -> EngineInfo:
         """Raises RuntimeError when the engine has died."""
-        self.check_health()
+        self._check()
         return self._info
 
     async def load(self) -> ReplicaLoad | None:
@@ -108,10 +108,26 @@ class PoolReplica:
             ARENA_USE: load.arena_use,
         }
 
-    def check_health(self) -> None:
-        """Called by Serve; a replica whose engine has died is replaced."""
+    async def check_health(self) -> None:
+        """Called by Serve. Raises RuntimeError, which names the engine or the shard that does not answer; a
+        replica ends by itself then, before Serve has counted enough of these."""
+        self._check()
+        fault = await self._actors.ping(PING_TIMEOUT_S)
+        if fault is not None:
+            self._die(fault)
+        self._check()
+
+    def _check(self) -> None:
         if self._death is not None:
             raise RuntimeError(self._death)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
 
     async def _wait_for_start(self, timeout_s: float) -> EngineInfo:
         try:
@@ -127,33 +143,48 @@ class PoolReplica:
 
     async def _wait_for_death(self) -> None:
         try:
-            self._death = await self._engine.wait_for_death.remote()
+            self._die(await self._engine.wait_for_death.remote())
         except RayActorError as error:
             self._died(error)
-        log_event(logger, logging.ERROR, "engine_died", self._death or "")
 
     def _died(self, error: RayActorError) -> str:
-        self._death = self._death or f"the engine's process died: {str(error).splitlines()[0]}"
+        return self._die(f"the engine's process died: {first_line(error)}")
+
+    def _die(self, death: str) -> str:
+        """The replica ends, for this reason unless there is one already; returns the reason."""
+        if self._death is None:
+            self._death = death
+            log_event(logger, logging.ERROR, "engine_died", death)
+            self._dead.set()
         return self._death
+
+    async def _end(self) -> None:
+        """With the engine dead, tell who waits for it, then leave: Serve replaces a replica that is gone at
+        its next look, one that is unhealthy only at the third, and waits for it to stop."""
+        await self._dead.wait()
+        # an engine whose loop has died answers its requests itself
+        await self._until_answered(_ANSWERS_S)
+        if self._num_calls:
+            # what it has not answered fails by this
+            self._actors.kill()
+            await self._until_answered(_ANSWERS_S)
+        await asyncio.sleep(_FLUSH_S)
+        self._actors.kill()
+        logging.shutdown()
+        leave()
+
+    async def _until_answered(self, timeout_s: float) -> None:
+        for _ in range(round(timeout_s / _POLL_S)):
+            if self._num_calls == 0:
+                return
+            await asyncio.sleep(_POLL_S)
+
+
+def leave() -> None:
+    """End this process without Ray's own end, which would wait for what is going on."""
+    os._exit(1)
 
 
 def _replica_name() -> str:
     """As Serve's request router knows this replica."""
     return serve.get_replica_context().replica_id.unique_id
-
-
-def _start_actor(factory: EngineFactory, options: EngineActorOptions) -> ray.actor.ActorHandle:
-    """An actor that dies with this process; inside the replica's placement group when it has one."""
-    group = get_current_placement_group()
-    strategy = (
-        "DEFAULT"
-        if group is None
-        else PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-    )
-    actor = ray.remote(EngineActor).options(
-        num_cpus=options.num_cpus,
-        num_gpus=options.num_gpus,
-        max_concurrency=options.max_concurrent_requests + _SPARE_CALLS,
-        scheduling_strategy=strategy,
-    )
-    return actor.remote(factory, options.pool, options.logs)

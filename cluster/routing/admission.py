@@ -14,7 +14,16 @@ from hybridserve.cluster.routing.pool_spec import PoolLimits
 
 Priority = Literal["high", "normal", "low"]
 PRIORITIES: tuple[Priority, ...] = get_args(Priority)
-RejectReason = Literal["concurrent_requests", "token_budget", "priority_share", "queue_deadline"]
+RejectReason = Literal[
+    "concurrent_requests",
+    "token_budget",
+    "priority_share",
+    "queue_deadline",
+    # of one API key, whatever the pools have room for
+    "key_rate",
+    "key_tokens",
+    "key_concurrency",
+]
 REJECT_REASONS: tuple[RejectReason, ...] = get_args(RejectReason)
 
 MAX_RETRY_S = 60

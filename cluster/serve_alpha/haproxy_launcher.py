@@ -1,4 +1,4 @@
-"""Starts HAProxy in Serve's stead, its side doors closed.
+"""Starts HAProxy in Serve's stead, its side doors closed and its clients' addresses passed on.
 
 Serve writes a configuration with a statistics page and a metrics page on ports that are open to everybody,
 and an administration socket that everybody on the machine may use; none of that can be switched off. So Serve
@@ -14,6 +14,7 @@ from pathlib import Path
 
 _SIDE_DOORS = ("frontend prometheus", "listen stats")
 _SECTION = re.compile(r"^(?=(?:global|defaults|frontend|backend|listen)\b)", re.MULTILINE)
+_FRONTEND = re.compile(r"^frontend http_frontend\n", re.MULTILINE)
 _ADMIN_SOCKET = re.compile(r"^(\s*stats socket \S+ mode) 666\b", re.MULTILINE)
 
 
@@ -31,6 +32,22 @@ def close_side_doors(config: str) -> str:
     if changes != 1:
         raise ValueError(f"HAProxy's configuration has {changes} admin sockets of mode 666, 1 is expected")
     return closed
+
+
+def pass_clients_on(config: str) -> str:
+    """The configuration with each client's address at the end of the request's X-Forwarded-For.
+
+    Serve's leaves it out: every request would come from HAProxy's address, or from the one its client claims.
+
+    Raises:
+        ValueError: the frontend is not where Serve 2.60 puts it.
+    """
+    passing, changes = _FRONTEND.subn(r"\g<0>    option forwardfor\n", config)
+    if changes != 1:
+        raise ValueError(
+            f"HAProxy's configuration has {changes} frontends named http_frontend, 1 is expected"
+        )
+    return passing
 
 
 def _title(section: str) -> str:
@@ -52,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "-f" in given[:-1]:
         path = Path(given[given.index("-f") + 1])
         # kept under its name: Serve knows its HAProxy processes by it
-        path.write_text(close_side_doors(path.read_text()))
+        path.write_text(pass_clients_on(close_side_doors(path.read_text())))
         path.parent.chmod(0o700)
     binary = _real_binary()
     os.execv(binary, [binary, *given])

@@ -19,7 +19,10 @@ class Placement:
     strategy: Literal["STRICT_PACK"]
     """All on one node: shards exchange activations twice a layer."""
     engine_cpus: float
-    engine_gpus: float
+    shard_cpus: float
+    """Of each shard but the engine."""
+    shard_gpus: float
+    """Of each shard."""
 
     @property
     def gpus(self) -> float:
@@ -44,6 +47,7 @@ def plan_placement(tp_size: int, device: Literal["cpu", "cuda"]) -> Placement:
     """The bundles of a replica of `tp_size` shards, one for each."""
     gpu = {"GPU": 1.0} if device == "cuda" else {}
     engine_cpus = _GPU_ENGINE_CPUS if device == "cuda" else _CPU_ENGINE_CPUS
+    shard_cpus = _SHARD_CPUS if gpu else _CPU_ENGINE_CPUS
     first = {"CPU": REPLICA_CPUS + engine_cpus, **gpu}
-    shards = ({"CPU": _SHARD_CPUS if gpu else _CPU_ENGINE_CPUS, **gpu} for _ in range(tp_size - 1))
-    return Placement((first, *shards), "STRICT_PACK", engine_cpus, 1.0 if gpu else 0.0)
+    others = ({"CPU": shard_cpus, **gpu} for _ in range(tp_size - 1))
+    return Placement((first, *others), "STRICT_PACK", engine_cpus, shard_cpus, 1.0 if gpu else 0.0)

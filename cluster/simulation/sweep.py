@@ -10,6 +10,9 @@ from hybridserve.cluster.simulation.merging import MERGED
 from hybridserve.cluster.simulation.outcomes import OK, Outcome, quantile
 from hybridserve.cluster.simulation.workload import Arrival
 
+# a little earlier for short requests is not worth what it may cost the long ones
+_NEAR = 1.25
+
 ModelOf = Callable[[AppSettings], ClusterModel]
 
 
@@ -45,7 +48,8 @@ class Sweep:
     """The least share of the merged pool's tokens a second."""
     ways: tuple[Way, ...]
     best: Way | None
-    """Of those above the floor, the one with the earliest first tokens; None: none is above it."""
+    """Of those above the floor and with short requests' first tokens about as early as any way's, the one
+    that delays the others least; None: none is above the floor."""
 
 
 def sweep_cuts(
@@ -98,7 +102,10 @@ def best_way(ways: Sequence[Way], floor: float) -> Way | None:
     """See `Sweep.best`; `ways` begins with the merged pool."""
     least = floor * ways[0].tokens_per_s
     able = [way for way in ways[1:] if way.tokens_per_s >= least and way.short_p99_s is not None]
-    return min(able, key=lambda way: (way.short_p99_s, way.all_p99_s), default=None)
+    if not able:
+        return None
+    enough = _NEAR * min(way.short_p99_s for way in able)
+    return min((way for way in able if way.short_p99_s <= enough), key=lambda way: way.all_p99_s)
 
 
 def _with_pools(args: Mapping[str, object], pools: list[dict[str, object]]) -> dict[str, object]:

@@ -5,6 +5,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from hybridserve.parallel.group import connect
 from hybridserve.parallel.rendezvous import wait_for_keys
 from hybridserve.parallel.step_channel.channel import (
     GroupChannel,
@@ -14,23 +15,28 @@ from hybridserve.parallel.step_channel.channel import (
 )
 from hybridserve.parallel.step_channel.memory import SharedMemory, host_identity
 
-_NO_TIMEOUT = timedelta(days=365)
+_NO_TIMEOUT_S = timedelta(days=365).total_seconds()
 """An engine may be idle for as long; who is gone is noticed by its silence."""
 
 
 def open_channel(
-    store: dist.Store, rank: int, size: int, check: Callable[[], None] = lambda: None
+    store: dist.Store,
+    rank: int,
+    size: int,
+    check: Callable[[], None] = lambda: None,
+    address: str | None = None,
 ) -> StepChannel:
     """Meet the other ranks on `store` and open this rank's end; returns when all have.
 
-    check: called while others are waited for, and may raise.
+    check: called while others are waited for, and may raise. address: of this machine, for a group between
+    hosts; by default what its name resolves to.
     """
     if rank == 0:
-        return _open_first(store, size, check)
-    return _open_other(store, rank, size, check)
+        return _open_first(store, size, check, address)
+    return _open_other(store, rank, size, check, address)
 
 
-def _open_first(store: dist.Store, size: int, check: Callable[[], None]) -> StepChannel:
+def _open_first(store: dist.Store, size: int, check: Callable[[], None], address: str | None) -> StepChannel:
     host = host_identity()
     memory = SharedMemory.create(memory_bytes(size)) if host else None
     store.set("channel/memory", f"{host}\n{memory.address}" if memory else "")
@@ -46,16 +52,18 @@ def _open_first(store: dist.Store, size: int, check: Callable[[], None]) -> Step
         return MemoryChannel(memory, 0, size)
     if memory is not None:
         memory.close()
-    return _group_channel(store, 0, size)
+    return _group_channel(store, 0, size, address)
 
 
-def _open_other(store: dist.Store, rank: int, size: int, check: Callable[[], None]) -> StepChannel:
+def _open_other(
+    store: dist.Store, rank: int, size: int, check: Callable[[], None], address: str | None
+) -> StepChannel:
     (offer,) = wait_for_keys(store, ["channel/memory"], check)
-    host, _, address = offer.decode().partition("\n")
+    host, _, found_at = offer.decode().partition("\n")
     memory = None
     if host and host == host_identity():
         try:
-            memory = SharedMemory.attach(address)
+            memory = SharedMemory.attach(found_at)
         except OSError:
             # one host may still keep its processes apart; the group serves them as well
             memory = None
@@ -65,9 +73,10 @@ def _open_other(store: dist.Store, rank: int, size: int, check: Callable[[], Non
         return MemoryChannel(memory, rank, size)
     if memory is not None:
         memory.close()
-    return _group_channel(store, rank, size)
+    return _group_channel(store, rank, size, address)
 
 
-def _group_channel(store: dist.Store, rank: int, size: int) -> GroupChannel:
+def _group_channel(store: dist.Store, rank: int, size: int, address: str | None) -> GroupChannel:
     prefixed = dist.PrefixStore("channel/group", store)
-    return GroupChannel(dist.ProcessGroupGloo(prefixed, rank, size, _NO_TIMEOUT), store, rank, size)
+    group = connect(rank, size, prefixed, timeout_s=_NO_TIMEOUT_S, address=address)
+    return GroupChannel(group.backend, store, rank, size)

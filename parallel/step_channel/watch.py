@@ -188,8 +188,13 @@ class RootWatch:
                 return
             if self._board is None:
                 continue
-            self._board.beat()
-            root = self._board.row(0)
+            try:
+                self._board.beat()
+                root = self._board.row(0)
+            except RuntimeError as error:
+                # between hosts the board is a store in rank 0's process
+                self._on_gone(f"rank 0's board is gone: {error}")
+                return
             if root.state == RankState.FAILED:
                 self._on_gone("rank 0 has given up the replica")
                 return

@@ -19,7 +19,8 @@ from hybridserve.replicas.engine.config import EngineConfig
 from hybridserve.replicas.engine.engine import Engine
 from hybridserve.replicas.engine.executor import Executor
 from hybridserve.replicas.engine.host_memory import keep_freed_memory
-from hybridserve.replicas.engine.local_ranks import LocalRanks
+from hybridserve.replicas.engine.local_ranks import LocalProcesses
+from hybridserve.replicas.engine.ranks import RankProcesses, Ranks
 from hybridserve.replicas.engine.sharded_executor import BLAME_S, ShardedExecutor
 from hybridserve.replicas.engine.sizing import Capacity, describe_capacity, plan_capacity
 from hybridserve.replicas.engine.startup import StartupReport
@@ -67,11 +68,13 @@ class Shard:
     max_num_batched_tokens: int
 
 
-def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
+def build_engine(
+    config: EngineConfig, progress: Progress | None = None, processes: RankProcesses | None = None
+) -> Engine:
     """Load the model, size and cut the arena, and return an engine ready for requests.
 
-    With a `tensor_parallel_size` above 1 this process is rank 0 and starts the others; `Engine.shutdown` ends
-    them, as does the engine's end.
+    With a `tensor_parallel_size` above 1 this process is rank 0 and starts the others by `processes`, by
+    default on this machine; `Engine.shutdown` ends them, as does the engine's end.
 
     On a GPU the kernels are compiled while weights load, memory is sized by arithmetic and one real step of
     the largest kind, and decode steps are captured as CUDA graphs: no request waits for any of that.
@@ -84,12 +87,13 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     with report.part("config"):
         model_config = config.read_model_config()
         placement = resolve_placement(config, model_config)
-        check_tensor_parallel_size(config, model_config, placement)
+        processes = processes or LocalProcesses()
+        check_tensor_parallel_size(config, model_config, placement, processes)
     if config.tensor_parallel_size == 1:
         shard = build_shard(config, SINGLE, None, None, progress, report)
         executor: Executor = shard.runner
     else:
-        shard, executor = _build_ranks(config, placement, progress, report)
+        shard, executor = _build_ranks(config, placement, processes, progress, report)
     _log_capacity(config, shard.capacity, describe_capacity(shard.layout, shard.capacity))
     logger.info(report.describe())
     return Engine(
@@ -105,11 +109,15 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
 
 
 def _build_ranks(
-    config: EngineConfig, placement: Placement, progress: Progress | None, report: StartupReport
+    config: EngineConfig,
+    placement: Placement,
+    processes: RankProcesses,
+    progress: Progress | None,
+    report: StartupReport,
 ) -> tuple[Shard, ShardedExecutor]:
-    """All ranks of a replica on this machine, this process being rank 0."""
+    """All ranks of a replica, this process being rank 0."""
     with report.part("ranks"):
-        ranks = LocalRanks(config, rank_backend(placement.device))
+        ranks = Ranks(config, rank_backend(placement.device), processes)
     try:
         shard = build_shard(config, ranks.group, ranks.channel.board, ranks.wait, progress, report)
         with report.part("ranks"):
@@ -136,17 +144,19 @@ def build_shard(
     wait: Wait | None,
     progress: Progress | None = None,
     report: StartupReport | None = None,
+    device_index: int = 0,
 ) -> Shard:
     """Load one rank's part of the model and cut its arena; all ranks of a replica call it at once.
 
-    board, wait: by which ranks agree on the arena's size; None for a single rank.
+    board, wait: by which ranks agree on the arena's size; None for a single rank. device_index: of the GPU,
+    among those that this process sees.
 
     Raises:
         ValueError: as for `build_engine`.
     """
     report = report or StartupReport()
     model_config = config.read_model_config()
-    placement = resolve_placement(config, model_config, group.rank)
+    placement = resolve_placement(config, model_config, device_index)
     device = placement.device
     if device.type == "cuda" and group.size > 1:
         torch.cuda.set_device(device)
@@ -201,8 +211,11 @@ def rank_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def check_tensor_parallel_size(config: EngineConfig, model_config: ModelConfig, placement: Placement) -> None:
-    """Raise ValueError unless the model can be cut in so many and there is a device for each part."""
+def check_tensor_parallel_size(
+    config: EngineConfig, model_config: ModelConfig, placement: Placement, processes: RankProcesses
+) -> None:
+    """Raise ValueError unless the model can be cut in so many and this machine has a GPU for each part that
+    is to share it with this process."""
     size = config.tensor_parallel_size
     if size == 1:
         return
@@ -210,7 +223,8 @@ def check_tensor_parallel_size(config: EngineConfig, model_config: ModelConfig, 
         check_tp_size(model_config, size)
     except ValueError as error:
         raise ValueError(f"tensor_parallel_size is {size}, but {error}") from None
-    if placement.device.type == "cuda":
+    # where every process sees its own GPU alone, there is nothing to count here
+    if placement.device.type == "cuda" and processes.device_index(size - 1) > 0:
         check_gpus(size, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -283,16 +297,16 @@ def default_batched_tokens(device: torch.device) -> int:
     return GPU_BATCHED_TOKENS if device.type == "cuda" else CPU_BATCHED_TOKENS
 
 
-def resolve_placement(config: EngineConfig, model_config: ModelConfig, rank: int = 0) -> Placement:
-    """Settle "auto": a GPU if there is one, a rank the GPU of its number among those that are visible; the
-    checkpoint's dtype on a GPU, float32 on a CPU."""
+def resolve_placement(config: EngineConfig, model_config: ModelConfig, device_index: int = 0) -> Placement:
+    """Settle "auto": a GPU if there is one, for one rank of several that of `device_index` among those that
+    are visible; the checkpoint's dtype on a GPU, float32 on a CPU."""
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise ValueError("device is 'cuda', but torch sees no CUDA device")
     on_gpu = available and config.device != "cpu"
     device = torch.device("cuda" if on_gpu else "cpu")
     if on_gpu and config.tensor_parallel_size > 1:
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", device_index)
     dtype = config.dtype
     if dtype == "auto":
         dtype = model_config.dtype if device.type == "cuda" else "float32"

@@ -34,7 +34,8 @@ class EngineConfig:
     """"auto": the checkpoint's on a GPU, float32 on a CPU."""
     device: str = "auto"
     tensor_parallel_size: int = 1
-    """Ranks that share the model, each a process of this machine; on GPUs rank r has the r-th visible one."""
+    """Ranks that share the model. Offline each is a process of this machine, and on GPUs rank r has the r-th
+    visible one."""
     linear_attention_split: str = "heads"
     """What shards cut first of linear-attention layers: value "heads", or "head_v_dim", the channels of every
     head, at the price of a small all-reduce more a layer. What the one leaves is cut by the other."""

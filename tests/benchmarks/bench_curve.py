@@ -4,7 +4,8 @@
 
 Builds the engine of the config's first pool by the server's own factory, `--engines` of them at once in
 processes of their own, as the pools of one machine share its cores. Decode steps are medians over a batch
-that only decodes; a first token's time is the median of a prompt alone.
+that only decodes; a first token's time is the median of a prompt alone. With `--quartile` it is lower
+quartiles instead: where other work comes and goes, a median is that work's.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import yaml
 
 from hybridserve.cluster.pool.engine_factory import CheckpointEngine
 from hybridserve.cluster.serve_file import read_settings
+from hybridserve.cluster.simulation.outcomes import quantile
 from hybridserve.replicas.engine.config import EngineConfig
 from hybridserve.replicas.sampling_params import SamplingParams
 
@@ -30,7 +32,9 @@ STEPS = 40
 Point = dict[int, float]
 
 
-def measure(config: EngineConfig, rows: list[int], prompts: list[int], rounds: int) -> tuple[Point, Point]:
+def measure(
+    config: EngineConfig, rows: list[int], prompts: list[int], rounds: int, share: float
+) -> tuple[Point, Point]:
     """(ms of a step by rows, ms to the first token by the prompt's length)."""
     engine = CheckpointEngine(config)().engine
     rng = random.Random(0)
@@ -59,9 +63,10 @@ def measure(config: EngineConfig, rows: list[int], prompts: list[int], rounds: i
         # the prompts' share of the steps ends at different times: the last ones have all rows
         lengths = [CONTEXT - STEPS // 2] * count
         steps = [step for _ in range(rounds) for step in run(lengths, STEPS)[1][:-8]]
-        decode[count] = 1e3 * statistics.median(steps)
+        decode[count] = 1e3 * quantile(sorted(steps), share)
     for length in prompts:
-        first_token[length] = 1e3 * statistics.median(run([length], 1)[0] for _ in range(3 * rounds))
+        times = [run([length], 1)[0] for _ in range(3 * rounds)]
+        first_token[length] = 1e3 * quantile(sorted(times), share)
     return decode, first_token
 
 
@@ -70,11 +75,12 @@ def worker(
     rows: list[int],
     prompts: list[int],
     rounds: int,
+    share: float,
     barrier: Barrier,
     results: "multiprocessing.Queue[tuple[Point, Point]]",
 ) -> None:
     barrier.wait()
-    results.put(measure(config, rows, prompts, rounds))
+    results.put(measure(config, rows, prompts, rounds, share))
 
 
 def main() -> None:
@@ -86,6 +92,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--prompts", type=int, nargs="+", default=[16, 64, 128, 256, 512, 1024, 1536, 2040])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quartile", action="store_true", help="the lower ones, not medians")
     parser.add_argument("--out", type=Path, help="write the curve's file here")
     args = parser.parse_args()
     settings = read_settings(args.config)
@@ -93,7 +100,18 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     results, barrier = context.Queue(), context.Barrier(args.engines)
     processes = [
-        context.Process(target=worker, args=(config, args.rows, args.prompts, args.rounds, barrier, results))
+        context.Process(
+            target=worker,
+            args=(
+                config,
+                args.rows,
+                args.prompts,
+                args.rounds,
+                0.25 if args.quartile else 0.5,
+                barrier,
+                results,
+            ),
+        )
         for _ in range(args.engines)
     ]
     for process in processes:

@@ -1,7 +1,8 @@
 """What the ingress itself costs: a pool that answers at once, called through ASGI without a socket.
 
 Prints medians, in microseconds of CPU time, of a request with one token and of every further token, for each
-endpoint, whole and as a stream. Run it on one core:
+endpoint, whole and as a stream; and before that what parts of a token's way cost by themselves, unpacking
+the frames of the bus among them, which the pool here does without. Run it on one core:
 `taskset -c 0 python tests/benchmarks/bench_ingress.py MODEL_FOLDER`.
 """
 
@@ -10,14 +11,21 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 
+from hybridserve.cluster.bus.frames import KEY_BYTES, PREFIX, Entry, pack_entry, pack_news, unpack
+from hybridserve.cluster.bus.joined import joined
+from hybridserve.cluster.ingress import sse
 from hybridserve.cluster.ingress.app import build_api
+from hybridserve.cluster.ingress.fast_metrics import FastHistogram
 from hybridserve.cluster.ingress.options import IngressOptions
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
 from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
+from hybridserve.replicas.sampling_params import SamplingParams
+from hybridserve.replicas.text.answer_text import AnswerText
 from hybridserve.replicas.text.tokenizer import Tokenizer
 
 PROMPT = "def mean(values):\n    return sum(values) / len(values)\n"
@@ -96,8 +104,42 @@ async def median(api: FastAPI, path: str, max_tokens: int, *, stream: bool) -> f
     return statistics.median(times[ROUNDS // 10 :]) * 1e6
 
 
+def cost(work: Callable[[], object], tokens: int = 1) -> float:
+    """Microseconds of CPU time a token, the least of some rounds."""
+    repeats = max(1, 20_000 // tokens)
+    found = []
+    for _ in range(7):
+        start = time.thread_time()
+        for _ in range(repeats):
+            work()
+        found.append((time.thread_time() - start) / repeats / tokens * 1e6)
+    return min(found)
+
+
+def parts(tokenizer: Tokenizer) -> dict[str, float]:
+    """What one token of a stream costs in each part of its way through the ingress."""
+    [token_id] = tokenizer.encode("a")
+    streams = 64
+    news = EngineOutput("", 0, (token_id,))
+    frame = pack_news(None, [pack_entry(Entry(bytes(KEY_BYTES), 0, news))] * streams)[PREFIX.size :]
+    text = AnswerText(tokenizer, [token_id], SamplingParams())
+    event = sse.TextEvent(
+        lambda one: {"id": "cmpl-0", "choices": [{"index": 0, "text": one, "finish_reason": None}]}
+    )
+    histogram = FastHistogram("a", "a", buckets=[2.0**i for i in range(13)], registry=CollectorRegistry())
+    return {
+        f"unpacking, {streams} streams a frame": cost(lambda: unpack(frame), streams),
+        "joining, 8 behind": cost(lambda: joined([EngineOutput("", i, (token_id,)) for i in range(8)]), 8),
+        "text": cost(lambda: text.take(news)),
+        "event": cost(lambda: event.with_text("a")),
+        "observing": cost(lambda: histogram.observe(5.0)),
+    }
+
+
 async def main(folder: str) -> None:
     tokenizer = Tokenizer.load(folder)
+    for name, microseconds in parts(tokenizer).items():
+        print(f"{name:38} token {microseconds:6.2f} us")
     pool = InstantPool(tokenizer.encode(PROMPT))
     api = build_api(pool, tokenizer, IngressOptions(model_name="demo"), {})
     for path in CHOICES:

@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
+from hybridserve.cluster.access.gate import Access
 from hybridserve.cluster.ingress.app import build_api
 from hybridserve.cluster.ingress.options import IngressOptions
 from hybridserve.cluster.ingress.service import Observers
@@ -210,13 +211,16 @@ def pool(tokenizer: Tokenizer) -> FakePool:
 
 @pytest.fixture
 def make_api(pool: FakePool, tokenizer: Tokenizer) -> Callable[..., FastAPI]:
-    """An application over `pool`; keywords are IngressOptions, `defaults` or `observers`."""
+    """An application over `pool`; keywords are IngressOptions, `defaults`, `observers` or `access`."""
 
     def make(
-        defaults: dict[str, object] | None = None, observers: Observers | None = None, **options: object
+        defaults: dict[str, object] | None = None,
+        observers: Observers | None = None,
+        access: Access | None = None,
+        **options: object,
     ) -> FastAPI:
         known = IngressOptions(model_name=MODEL, **options)
-        return build_api(pool, tokenizer, known, defaults or {}, observers)
+        return build_api(pool, tokenizer, known, defaults or {}, observers, access)
 
     return make
 

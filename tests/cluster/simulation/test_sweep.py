@@ -54,6 +54,9 @@ def test_the_best_keeps_above_the_floor() -> None:
     assert best_way([merged, fast, good, slow], 0.95) is good
     assert best_way([merged, fast, good, slow], 0.9) is fast
     assert best_way([merged, fast], 0.95) is None
+    kind = replace(good, cut=40, short_p99_s=0.24, all_p99_s=1.9)
+    assert best_way([merged, good, kind, slow], 0.95) is kind
+    assert best_way([merged, good, replace(kind, short_p99_s=0.26)], 0.95) is good
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hybridserve.parallel.rendezvous import poll_until
+from hybridserve.parallel.rendezvous import LOOPBACK, poll_until
 from hybridserve.parallel.step_channel import opening
 from hybridserve.parallel.step_channel.board import RankState, agree_on_least
 from hybridserve.parallel.step_channel.channel import FIRST_BYTES, GroupChannel, MemoryChannel, StepChannel
@@ -40,7 +40,7 @@ def opened() -> Iterator[Callable[[int], list[StepChannel]]]:
 
     def make(size: int) -> list[StepChannel]:
         store = dist.HashStore()
-        new = on_threads(size, lambda rank: opening.open_channel(store, rank, size))
+        new = on_threads(size, lambda rank: opening.open_channel(store, rank, size, address=LOOPBACK))
         channels.extend(new)
         return new
 

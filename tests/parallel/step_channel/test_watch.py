@@ -1,5 +1,6 @@
 """Which rank is blamed, and when."""
 
+import queue
 import time
 from dataclasses import replace
 
@@ -125,3 +126,19 @@ def test_a_rank_leaves_when_rank_0_is_gone_or_gives_up(monkeypatch) -> None:
         "rank 0 has given up the replica",
         "rank 0 has shown no sign of life for 0.2 s",
     ]
+
+
+def test_a_rank_leaves_when_the_board_is_gone(monkeypatch) -> None:
+    """Between hosts the board is a store in rank 0's process."""
+    monkeypatch.setattr(watch, "TICK_S", TICK_S)
+    board, reasons = Board(2), queue.Queue()
+
+    def broken(rank: int) -> Row:
+        raise RuntimeError("connection was closed")
+
+    board.row = broken
+    one = RootWatch(lambda: False, reasons.put)
+    one.attach(board)
+    one.start()
+    assert reasons.get(timeout=10) == "rank 0's board is gone: connection was closed"
+    one.stop()

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from hybridserve.replicas.arena.arena import Copies
-from hybridserve.replicas.engine.local_ranks import END
 from hybridserve.replicas.engine.plan import SampleSpec, ScheduledSequence, StepPlan
 from hybridserve.replicas.engine.plan_codec import REMEMBERED_STEPS, PlanDecoder, PlanEncoder
+from hybridserve.replicas.engine.ranks import END
 from hybridserve.replicas.sampling_params import SamplingParams
 
 

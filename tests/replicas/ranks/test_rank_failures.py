@@ -17,6 +17,7 @@ from hybridserve.parallel.step_channel.watch import RankFailure
 from hybridserve.replicas.engine import build, local_ranks
 from hybridserve.replicas.engine.build import build_engine, check_gpus, resolve_placement
 from hybridserve.replicas.engine.config import EngineConfig
+from hybridserve.replicas.engine.local_ranks import LocalProcesses
 from hybridserve.replicas.engine.sharded_executor import uninterrupted
 from hybridserve.replicas.llm import LLM, SamplingParams
 from hybridserve.replicas.models.config import load_model_config
@@ -100,9 +101,9 @@ def test_ranks_end_with_a_process_that_is_killed(options) -> None:
 
 def test_a_rank_that_cannot_start_says_why(options, monkeypatch) -> None:
     broken = (
-        "from hybridserve.replicas.engine import rank_main\n"
+        "from hybridserve.replicas.engine import rank, rank_main\n"
         "def fail(*args, **options): raise ValueError('no room for it')\n"
-        "rank_main.build_shard = fail; rank_main.main()"
+        "rank.build_shard = fail; rank_main.main()"
     )
     monkeypatch.setattr(local_ranks, "_PROGRAM", broken)
     with pytest.raises(RankFailure, match="rank 1 of 2 failed: ValueError: no room for it"):
@@ -138,6 +139,8 @@ def test_every_rank_has_the_visible_gpu_of_its_number(options, monkeypatch) -> N
     model_config = load_model_config(config.model)
     devices = [resolve_placement(config, model_config, rank).device for rank in range(2)]
     assert [str(device) for device in devices] == ["cuda:0", "cuda:1"]
+    local = LocalProcesses()
+    assert [local.device_index(rank) for rank in range(4)] == [0, 1, 2, 3]
     check_gpus(2, 2, "3,1")
     with pytest.raises(
         ValueError, match=r"tensor_parallel_size is 4, .* 2 CUDA .*\(CUDA_VISIBLE_DEVICES is '3,1'\)"
