@@ -21,6 +21,7 @@ from pydantic import (
 from hybridserve.cluster.access.options import AccessSettings
 from hybridserve.cluster.cli_sizes import parse_size
 from hybridserve.cluster.observe.logs import LogFormat, LogLevel, LogOptions
+from hybridserve.cluster.pool.retry import RetryPolicy
 from hybridserve.cluster.routing.pool_spec import PoolLimits, PoolSpec, ReplicaRange
 from hybridserve.cluster.scaling.policy import ScalingRule
 from hybridserve.replicas.engine.config import EngineConfig
@@ -111,9 +112,18 @@ class ServingSettings(_Section):
     """How long a replica that is being stopped may go on with what it has begun."""
     stuck_after_s: PositiveSeconds = 60.0
     """How long one step may take; an engine that makes none for so long, with work to do, is replaced."""
+    retry_wait_s: Seconds = 15.0
+    """How long a request whose replica failed may wait for another one; 0: the failure is told at once."""
+    resume: bool = True
+    """An answer that has begun goes on at another replica; otherwise its client is told of the failure."""
+
     max_surge_percent: Annotated[int, Field(ge=0, le=100, strict=True)] = 25
     """Of a pool's replicas, rounded up: how many more an update may start, so that old ones stop only when
     new ones are ready. 0: old ones stop first, for pools that fill all the GPUs there are."""
+
+    @property
+    def retry(self) -> RetryPolicy:
+        return RetryPolicy(self.retry_wait_s, self.resume)
 
     @property
     def limits(self) -> PoolLimits:

@@ -16,6 +16,12 @@ from hybridserve.replicas.engine.plan import EngineOutput, TokenLogprobs
 
 KEY_BYTES = 16
 MAX_FRAME_BYTES = 16 * 2**20
+MAX_CANCEL_BYTES = 64
+"""A frame from the ingress to an engine is nothing but a cancel."""
+MAX_ENTRIES = 8192
+"""In one frame; more than any batch."""
+_MAX_TOKENS = 2**21
+"""In one list; more than any context."""
 PREFIX = struct.Struct("<I")
 _NEWS = 1
 _CANCEL = 2
@@ -34,7 +40,8 @@ class ReplyTo:
     key: bytes
     """16 random bytes that name the stream."""
     attempt: int = 0
-    """Counts the replicas a request was given to; the ingress drops the news of an older one."""
+    """Counts the replicas a request was given to. Each has a key of its own, so that one that still runs an
+    older attempt is neither heard nor takes a cancel for the newer one."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -92,8 +99,10 @@ def pack_news(load: ReplicaLoad | None, packed_entries: list[bytes], replica: st
     """A news frame with its length in front.
 
     Raises:
-        FrameError: the frame would be longer than MAX_FRAME_BYTES.
+        FrameError: the frame would be longer than MAX_FRAME_BYTES, or have more than MAX_ENTRIES.
     """
+    if len(packed_entries) > MAX_ENTRIES:
+        raise FrameError(f"a frame of {len(packed_entries)} entries, at most {MAX_ENTRIES} are sent")
     packer = msgpack.Packer(autoreset=False)
     packer.pack_array_header(4)
     packer.pack(_NEWS)
@@ -108,15 +117,16 @@ def pack_cancel(cancel: Cancel) -> bytes:
     return _with_length(msgpack.packb((_CANCEL, cancel.key)))
 
 
-def frame_length(prefix: bytes) -> int:
+def frame_length(prefix: bytes, limit: int | None = None) -> int:
     """The length of the frame's body, from the PREFIX.size bytes before it.
 
     Raises:
-        FrameError: longer than MAX_FRAME_BYTES.
+        FrameError: longer than `limit`, by default MAX_FRAME_BYTES.
     """
+    limit = MAX_FRAME_BYTES if limit is None else limit
     (length,) = PREFIX.unpack(prefix)
-    if length > MAX_FRAME_BYTES:
-        raise FrameError(f"a frame of {length} bytes, at most {MAX_FRAME_BYTES} are taken")
+    if length > limit:
+        raise FrameError(f"a frame of {length} bytes, at most {limit} are taken")
     return length
 
 
@@ -127,7 +137,7 @@ def unpack(body: bytes) -> News | Cancel:
         FrameError: `body` is no frame.
     """
     try:
-        kind, *fields = msgpack.unpackb(body, use_list=False)
+        kind, *fields = msgpack.unpackb(body, use_list=False, max_array_len=_MAX_TOKENS)
         if kind == _CANCEL:
             (key,) = fields
             return Cancel(_key(key))
@@ -135,6 +145,8 @@ def unpack(body: bytes) -> News | Cancel:
             replica, load, entries = fields
             if not isinstance(replica, str):
                 raise ValueError(f"a replica's name is a string, got {replica!r}")
+            if len(entries) > MAX_ENTRIES:
+                raise ValueError(f"{len(entries)} entries, at most {MAX_ENTRIES} are taken")
             known = None if load is None else ReplicaLoad(*load)
             return News(known, tuple(_entry(one) for one in entries), replica)
     except (ValueError, TypeError, msgpack.UnpackException) as error:

@@ -1,21 +1,22 @@
-"""The ingress' end of the token bus: one listening socket, and a queue for each stream that is waited for.
+"""The ingress' end of the token bus: one listening socket, and a stream for each request that is waited for.
 
 Knows nothing of HTTP or Ray. An engine's connection is trusted no further than its keys: news of a stream
-that nobody registered is dropped and counted.
+that nobody registered are dropped and counted, and what a connection may cost is bounded.
 """
 
 import asyncio
 import logging
 import secrets
 import ssl
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from hybridserve.cluster.bus.frames import (
     KEY_BYTES,
     PREFIX,
     Cancel,
+    Entry,
     FrameError,
     News,
     ReplyTo,
@@ -23,25 +24,23 @@ from hybridserve.cluster.bus.frames import (
     pack_cancel,
     unpack,
 )
+from hybridserve.cluster.bus.stream import MAX_UNREAD_TOKENS, Stream
 from hybridserve.cluster.routing.load import ReplicaLoad
-from hybridserve.replicas.engine.plan import EngineOutput
+
+# an engine needs one; a pool has at most some hundreds
+_MAX_CONNECTIONS = 1024
+# an engine says something every second; a machine that lost its power says nothing and closes nothing
+_SILENCE_S = 30.0
+# larger frames, which follow a broken connection, are read one at a time
+_LARGE_FRAME_BYTES = 2**20
+# in a row, on one connection: news of streams that were just closed are some hundreds at most
+_MAX_UNKNOWN_ENTRIES = 16384
+# of cancels, to an engine that does not read them
+_MAX_UNSENT_BYTES = 2**18
 
 _HANDSHAKE_TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Stream:
-    """One request's news as they arrive, not yet put in order."""
-
-    reply_to: ReplyTo
-    news: asyncio.Queue[EngineOutput | None] = field(default_factory=asyncio.Queue)
-    """None is for the stream's owner to put: a wake-up without news."""
-    writer: asyncio.StreamWriter | None = None
-    """The connection that the last news came by."""
-    on_accepted: Callable[[], None] | None = None
-    """Called once, when an engine has taken the request and its load counts it."""
 
 
 class LoadObserver(Protocol):
@@ -59,22 +58,39 @@ class BusListener:
     Args:
         host: of this machine, as engines reach it.
         observer: is told every load, before the news that came with it.
+        max_unread_tokens: of one stream; its request is cancelled when its owner reads too slowly.
+        silence_s: a connection that sends no whole frame for so long is dropped.
+        max_connections: further ones are closed at once.
         tls: of a server; None: in the clear.
     """
 
     def __init__(
-        self, host: str, observer: LoadObserver | None = None, tls: ssl.SSLContext | None = None
+        self,
+        host: str,
+        observer: LoadObserver | None = None,
+        max_unread_tokens: int = MAX_UNREAD_TOKENS,
+        silence_s: float = _SILENCE_S,
+        max_connections: int = _MAX_CONNECTIONS,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._host = host
         self._tls = tls
         self._observer = observer
+        self._max_unread_tokens = max_unread_tokens
+        self._silence_s = silence_s
+        self._max_connections = max_connections
         self._port = 0
         self._server: asyncio.Server | None = None
         self._streams: dict[bytes, Stream] = {}
         self._loads: dict[asyncio.StreamWriter, ReplicaLoad] = {}
         self._names: dict[asyncio.StreamWriter, str] = {}
+        self._unknown: Counter[asyncio.StreamWriter] = Counter()
         self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
-        self.dropped_entries = 0
+        self._large_frames = asyncio.Lock()
+        self.counts: Counter[str] = Counter()
+        """Entries by what became of them, when that was not delivery: "unknown" (nobody's stream), "attempt"
+        (an older attempt's), "duplicate", "gap" (came before what they follow), "overflow"; and connections
+        that were "refused" or "dropped"."""
 
     async def start(self) -> None:
         timeout = None if self._tls is None else _HANDSHAKE_TIMEOUT_S
@@ -95,10 +111,18 @@ class BusListener:
         """The last load of every engine that is connected."""
         return list(self._loads.values())
 
-    def open_stream(self, attempt: int = 0, on_accepted: Callable[[], None] | None = None) -> Stream:
+    @property
+    def num_streams(self) -> int:
+        """Streams that are open."""
+        return len(self._streams)
+
+    def open_stream(
+        self, attempt: int = 0, first_index: int = 0, on_accepted: Callable[[], None] | None = None
+    ) -> Stream:
+        """A stream with a key of its own, which is dropped with `close_stream`."""
         assert self._port, "the listener must be started first"
         reply_to = ReplyTo(self._host, self._port, secrets.token_bytes(KEY_BYTES), attempt)
-        stream = Stream(reply_to, on_accepted=on_accepted)
+        stream = Stream(reply_to, first_index, on_accepted, self._max_unread_tokens)
         self._streams[reply_to.key] = stream
         return stream
 
@@ -110,27 +134,46 @@ class BusListener:
         frame = pack_cancel(Cancel(stream.reply_to.key))
         known = stream.writer in self._connections
         for writer in [stream.writer] if known else list(self._connections):
-            writer.write(frame)
+            if writer.transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
+                logger.warning("token bus: %s does not read; its connection is dropped", _peer(writer))
+                writer.transport.abort()
+            else:
+                writer.write(frame)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._connections) >= self._max_connections:
+            self.counts["refused"] += 1
+            logger.warning(
+                "token bus: %d connections are open, %s is refused", len(self._connections), _peer(writer)
+            )
+            writer.close()
+            return
         self._connections[writer] = asyncio.current_task()
         try:
             while True:
-                body = await reader.readexactly(frame_length(await reader.readexactly(PREFIX.size)))
-                self._receive(unpack(body), writer)
+                self._receive(unpack(await self._read_frame(reader)), writer)
         except FrameError as error:
-            logger.warning(
-                "token bus: dropped a connection from %s: %s", writer.get_extra_info("peername"), error
-            )
+            self.counts["dropped"] += 1
+            logger.warning("token bus: dropped a connection from %s: %s", _peer(writer), error)
         except (OSError, EOFError) as error:
-            logger.info("token bus: an engine's connection ended: %s", error)
+            logger.info("token bus: an engine's connection ended: %s", error or type(error).__name__)
         except asyncio.CancelledError:
             logger.debug("token bus: closed")
         finally:
             self._connections.pop(writer, None)
             self._loads.pop(writer, None)
+            self._unknown.pop(writer, None)
             self._forget(writer)
             writer.close()
+
+    async def _read_frame(self, reader: asyncio.StreamReader) -> bytes:
+        """Raises FrameError or TimeoutError for what is no frame, or does not come."""
+        async with asyncio.timeout(self._silence_s):
+            length = frame_length(await reader.readexactly(PREFIX.size))
+            if length <= _LARGE_FRAME_BYTES:
+                return await reader.readexactly(length)
+        async with self._large_frames, asyncio.timeout(self._silence_s):
+            return await reader.readexactly(length)
 
     def _receive(self, message: News | Cancel, writer: asyncio.StreamWriter) -> None:
         if not isinstance(message, News):
@@ -142,17 +185,41 @@ class BusListener:
                 self._observer.observe(message.replica, message.load)
         for entry in message.entries:
             stream = self._streams.get(entry.key)
-            if stream is None or stream.reply_to.attempt != entry.attempt:
-                self.dropped_entries += 1
-                continue
-            stream.writer = writer
-            if stream.on_accepted is not None:
-                stream.on_accepted()
-                stream.on_accepted = None
-            stream.news.put_nowait(entry.output)
+            if stream is None:
+                self._drop_unknown(writer)
+            elif stream.reply_to.attempt != entry.attempt:
+                self.counts["attempt"] += 1
+            else:
+                self._hand_over(entry, stream, writer)
+
+    def _hand_over(self, entry: Entry, stream: Stream, writer: asyncio.StreamWriter) -> None:
+        stream.writer = writer
+        taken = stream.take(entry.output)
+        if taken == "new":
+            self._unknown.pop(writer, None)
+        elif taken != "nothing":
+            self.counts[taken] += 1
+            if taken == "overflow":
+                logger.warning(
+                    "token bus: a client reads too slowly: %d tokens of its answer wait for it, token %d "
+                    "came; its request is cancelled",
+                    self._max_unread_tokens,
+                    entry.output.first_index,
+                )
+                self.cancel(stream)
+
+    def _drop_unknown(self, writer: asyncio.StreamWriter) -> None:
+        self.counts["unknown"] += 1
+        self._unknown[writer] += 1
+        if self._unknown[writer] > _MAX_UNKNOWN_ENTRIES:
+            raise FrameError(f"{self._unknown[writer]} news in a row of streams that nobody waits for")
 
     def _forget(self, writer: asyncio.StreamWriter) -> None:
         """An engine that dials anew may do so before its old connection is seen to end."""
         name = self._names.pop(writer, None)
         if self._observer is not None and name is not None and name not in self._names.values():
             self._observer.forget(name)
+
+
+def _peer(writer: asyncio.StreamWriter) -> object:
+    return writer.get_extra_info("peername")

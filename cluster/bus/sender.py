@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 from hybridserve.cluster.bus.frames import (
+    MAX_CANCEL_BYTES,
     MAX_FRAME_BYTES,
     PREFIX,
     Cancel,
@@ -27,7 +28,10 @@ Address = tuple[str, int]
 
 _IDLE_S = 1.0
 _DIAL_TIMEOUT_S = 5.0
+_WRITE_TIMEOUT_S = 5.0
 _REDIAL_S = (0.05, 0.2, 0.5, 1.0)
+# by a host that took our connection before: nothing listens there any more, so that process has ended
+_REFUSALS_OF_THE_DEAD = 4
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +40,8 @@ class Channel:
     """The way to one ingress: a backlog of frames and the task that writes them.
 
     `epoch` grows whenever something may have been lost (a broken connection, an overflowing backlog): who
-    then sends a stream's news for the first time sends all of it again.
+    then sends a stream's news for the first time sends all of it again. A peer that takes no bytes for
+    `write_timeout_s` is dialled anew.
     """
 
     def __init__(
@@ -46,6 +51,8 @@ class Channel:
         load_frame: Callable[[], bytes],
         max_backlog_bytes: int,
         idle_s: float,
+        write_timeout_s: float,
+        on_gone: Callable[["Channel"], None],
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.address = address
@@ -57,6 +64,8 @@ class Channel:
         self._load_frame = load_frame
         self._max_backlog_bytes = max_backlog_bytes
         self._idle_s = idle_s
+        self._write_timeout_s = write_timeout_s
+        self._on_gone = on_gone
         self._backlog: deque[bytes] = deque()
         self._backlog_bytes = 0
         self._wake = asyncio.Event()
@@ -89,7 +98,8 @@ class Channel:
 
     async def _run(self) -> None:
         """Dial, write until the connection breaks, dial again as long as a stream needs it."""
-        failures = brief = 0
+        failures = refusals = brief = 0
+        reached = False
         while failures == 0 or self.streams > 0:
             try:
                 async with asyncio.timeout(_DIAL_TIMEOUT_S):
@@ -97,10 +107,15 @@ class Channel:
             except (OSError, TimeoutError) as error:
                 if failures == 0:
                     logger.warning("token bus: cannot reach the ingress at %s:%d: %s", *self.address, error)
+                refusals += isinstance(error, ConnectionRefusedError)
+                if reached and refusals == _REFUSALS_OF_THE_DEAD:
+                    logger.warning("token bus: the ingress at %s:%d has ended", *self.address)
+                    self._on_gone(self)
                 await asyncio.sleep(_REDIAL_S[min(failures, len(_REDIAL_S) - 1)])
                 failures += 1
                 continue
-            failures = 0
+            failures = refusals = 0
+            reached = True
             began = time.monotonic()
             await self._talk(reader, writer)
             self._lose_backlog()
@@ -122,8 +137,8 @@ class Channel:
             for half in halves:
                 half.cancel()
             for result in await asyncio.gather(*halves, return_exceptions=True):
-                if isinstance(result, FrameError):
-                    logger.warning("token bus: %s:%d sent %s", *self.address, result)
+                if isinstance(result, FrameError | TimeoutError):
+                    logger.warning("token bus: dropped the connection to %s:%d: %s", *self.address, result)
             writer.transport.abort()
 
     async def _write(self, writer: asyncio.StreamWriter) -> None:
@@ -138,12 +153,19 @@ class Channel:
                 frame = self._backlog.popleft()
                 self._backlog_bytes -= len(frame)
                 writer.write(frame)
+                await self._drain(writer)
+
+    async def _drain(self, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
                 await writer.drain()
+        except TimeoutError:
+            raise TimeoutError(f"it took no bytes for {self._write_timeout_s:g} s") from None
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while True:
-            body = await reader.readexactly(frame_length(await reader.readexactly(PREFIX.size)))
-            message = unpack(body)
+            prefix = await reader.readexactly(PREFIX.size)
+            message = unpack(await reader.readexactly(frame_length(prefix, MAX_CANCEL_BYTES)))
             if not isinstance(message, Cancel):
                 raise FrameError("news, where only cancels are expected")
             self._on_cancel(message.key)
@@ -158,6 +180,8 @@ class BusSender:
         max_backlog_bytes: unsent bytes an ingress may let pile up before its backlog is dropped.
         idle_s: seconds of silence after which a frame with the load alone is sent.
         replica: the name that routing knows this engine by.
+        write_timeout_s: how long an ingress may take no bytes before its connection is dropped.
+        on_gone: called when an ingress that was reached has ended; its streams are nobody's.
         tls: of a client; None: in the clear.
     """
 
@@ -168,10 +192,14 @@ class BusSender:
         max_backlog_bytes: int = 2 * MAX_FRAME_BYTES,
         idle_s: float = _IDLE_S,
         replica: str = "",
+        write_timeout_s: float = _WRITE_TIMEOUT_S,
+        on_gone: Callable[[Channel], None] = lambda channel: None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._on_cancel = on_cancel
         self._load = load
+        self._write_timeout_s = write_timeout_s
+        self._on_gone = on_gone
         self._max_backlog_bytes = max_backlog_bytes
         self._idle_s = idle_s
         self._replica = replica
@@ -183,7 +211,14 @@ class BusSender:
         channel = self._channels.get(address)
         if channel is None or channel.closed:
             channel = Channel(
-                address, self._on_cancel, self._load_frame, self._max_backlog_bytes, self._idle_s, self._tls
+                address,
+                self._on_cancel,
+                self._load_frame,
+                self._max_backlog_bytes,
+                self._idle_s,
+                self._write_timeout_s,
+                self._on_gone,
+                self._tls,
             )
             self._channels[address] = channel
         channel.streams += 1

@@ -15,7 +15,7 @@ from hybridserve.cluster.access.gate import Access, Gate
 from hybridserve.cluster.ingress.chat import Chat
 from hybridserve.cluster.ingress.completions import Completions
 from hybridserve.cluster.ingress.disconnect import ClientGone
-from hybridserve.cluster.ingress.errors import ApiError, error_response, from_validation
+from hybridserve.cluster.ingress.errors import AnswerFailed, ApiError, error_response, from_validation
 from hybridserve.cluster.ingress.generate import Generate
 from hybridserve.cluster.ingress.limits import Admission, BodyLimit, DropHeaders
 from hybridserve.cluster.ingress.observed import Observed
@@ -93,6 +93,7 @@ def _add_limits(api: FastAPI, service: Service, access: Access) -> None:
         retry_after=options.retry_after,
         metrics=service.metrics,
         report=service.report,
+        full=lambda priority: service.pool.full(priority),
     )
     api.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, report=service.report)
     api.add_middleware(Gate, access=access, report=service.report)
@@ -121,7 +122,7 @@ def _add_error_handlers(api: FastAPI, service: Service) -> None:
         # never seen by anyone; 499 is what access logs know for it
         return Response(status_code=499)
 
-    for kind in (ApiError, PoolError, Exception):
+    for kind in (ApiError, AnswerFailed, PoolError, Exception):
         api.add_exception_handler(kind, failed)
     api.add_exception_handler(HTTPException, not_routed)
     api.add_exception_handler(RequestValidationError, not_valid)

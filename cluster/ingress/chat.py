@@ -54,7 +54,7 @@ class Chat:
             aliases=aliases,
         )
         service.check_choices(1, params.n)
-        token_ids = await service.prompts.encode_chat(ask.messages, ask)
+        token_ids = await service.prompts.encode_chat(ask.messages, ask, room=info.max_model_len - 1)
         params = fit_to_context(
             params,
             len(token_ids),

@@ -77,12 +77,12 @@ class Ingress:
         # Serve's router for the handle, in this same process, chooses replicas by these loads
         loads = pool_loads(serve.get_replica_context().app_name, spec.name)
         # one for each pool, so that whose replicas' reports come in is plain
-        listener = BusListener(ray.util.get_node_ip_address(), loads, self._bus_tls)
+        listener = BusListener(ray.util.get_node_ip_address(), loads, tls=self._bus_tls)
         await listener.start()
         serving = self._settings.serving_of(spec.name)
         client = HandlePoolClient(handle, listener, serving.token_transport, loads)
         admission = Admission(spec.name, spec.limits, self._settings.ingress.num_replicas)
-        return RoutedPool(spec, client, loads, admission)
+        return RoutedPool(spec, client, loads, admission, retry=serving.retry)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Serve after the constructor."""

@@ -13,25 +13,28 @@ class ClientGone(Exception):
     """Nobody reads the answer any more."""
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def unless_gone(
+    receive: Receive, work: Coroutine[Any, Any, T], *others: Coroutine[Any, Any, None]
+) -> T:
     """The result of `work`, which has ended, cancelled if need be, when this returns or raises.
 
-    receive: of a request whose body has been read.
+    receive: of a request whose body has been read. others: return when the client must be taken for gone.
 
     Raises:
         ClientGone: the client disconnected first.
     """
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
+    watchers = [asyncio.ensure_future(one) for one in (_disconnected(receive), *others)]
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, *watchers), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise ClientGone
     finally:
         task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(task, *watchers, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from hybridserve.cluster.ingress.json_text import to_json
-from hybridserve.cluster.pool.interface import PoolBusy, PoolError
+from hybridserve.cluster.pool.interface import PoolBusy, PoolError, ReaderTooSlow, ReplicaFailed
 from hybridserve.cluster.routing.admission import RejectReason
 
 REJECT_REASON_HEADER = "x-hybridserve-reject-reason"
@@ -27,6 +27,7 @@ class ApiError(Exception):
     """An answer other than success.
 
     status: the HTTP status. param: the request's field at fault, if one is. code: a word for programs.
+    request_id: of the answer that failed, as its chunks have it; None where none had begun.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        self.request_id: str | None = None
 
     @property
     def kind(self) -> str:
@@ -52,7 +54,10 @@ class ApiError(Exception):
         return "server_error" if self.status >= 500 else "invalid_request_error"
 
     def body(self) -> dict[str, object]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        if self.request_id is not None:
+            error["request_id"] = self.request_id
+        return {"error": error}
 
 
 def brief(value: object) -> str:
@@ -117,12 +122,29 @@ def _path(loc: Sequence[int | str]) -> str:
     return path[:200]
 
 
+class AnswerFailed(Exception):
+    """An answer broke off; `__cause__` says why."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"the answer {request_id} failed")
+        self.request_id = request_id
+
+
 def translate(error: Exception, retry_after: str) -> ApiError:
     """Any failure of a generation as an answer; what is not foreseen is logged with its trace."""
+    if isinstance(error, AnswerFailed):
+        assert isinstance(error.__cause__, Exception)
+        told = translate(error.__cause__, retry_after)
+        told.request_id = error.request_id
+        return told
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PoolBusy):
         return overloaded(str(error), str(error.retry_after_s), error.reason)
+    if isinstance(error, ReaderTooSlow):
+        return ApiError(408, str(error), code="client_too_slow")
+    if isinstance(error, ReplicaFailed):
+        return ApiError(503, str(error), code="replica_failed", headers={"Retry-After": retry_after})
     if isinstance(error, PoolError):
         return ApiError(503, str(error), code="pool_unavailable", headers={"Retry-After": retry_after})
     logger.error("request failed", exc_info=error)

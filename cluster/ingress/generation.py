@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from hybridserve.cluster.access.record import current_record
 from hybridserve.cluster.ingress.answer_size import check_answer_size
-from hybridserve.cluster.ingress.errors import ApiError
+from hybridserve.cluster.ingress.errors import AnswerFailed, ApiError
 from hybridserve.cluster.ingress.metrics import AnswerClock
 from hybridserve.cluster.ingress.prompts import TokenizedPrompt
 from hybridserve.cluster.ingress.service import Service
@@ -24,6 +24,9 @@ from hybridserve.cluster.routing.cost import cost_of
 from hybridserve.replicas.engine.plan import EngineOutput, TokenLogprobs
 from hybridserve.replicas.sampling_params import SamplingParams
 from hybridserve.replicas.text.answer_text import AnswerText
+
+# of several answers side by side; where their client reads slowly, the wait is theirs
+_MAX_PIECES = 256
 
 PromptLogprobs = tuple[tuple[int, TokenLogprobs], ...]
 
@@ -124,8 +127,9 @@ def run(service: Service, job: Job) -> AsyncGenerator[Piece, None]:
     Closing it early, or a failure of one answer, cancels all that still run.
 
     Raises (while iterating):
-        ApiError: the engine refused or failed an answer.
-        PoolError: the pool did, or has no room (also from the call itself, as for the client's key).
+        AnswerFailed: because of an ApiError where the engine refused or failed an answer, of a PoolError
+            where the pool did.
+        PoolBusy: from the call itself, there is no room for the client's key.
     """
     check_answer_size([len(prompt.token_ids) for prompt in job.prompts], job.params)
     current_record().admit(job.request_id, service.options.model_name, job.prompt_tokens, job.expected_tokens)
@@ -154,9 +158,9 @@ async def _answer(service: Service, job: Job, index: int) -> AsyncGenerator[Piec
         # here the pool's request is closed, whatever the client does with the last piece
         reason = piece.finish_reason
         yield piece
-    except Exception:
+    except Exception as error:
         reason = "error"
-        raise
+        raise AnswerFailed(job.request_id) from error
     finally:
         clock.end(reason)
         record.end_answer(index, reason)
@@ -200,7 +204,7 @@ async def _interleave(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGe
             async for piece in pieces:
                 yield piece
         return
-    queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+    queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue(_MAX_PIECES)
     tasks = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
     try:
         running = len(tasks)
@@ -225,10 +229,10 @@ async def _pump(
     try:
         async with aclosing(stream) as pieces:
             async for piece in pieces:
-                queue.put_nowait(piece)
-        queue.put_nowait(None)
+                await queue.put(piece)
+        await queue.put(None)
     except Exception as error:
-        queue.put_nowait(error)
+        await queue.put(error)
 
 
 def _next_seed(seed: int, answer: int) -> int:

@@ -7,12 +7,17 @@ endpoint would no longer see the client go.
 from collections.abc import Callable
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybridserve.cluster.ingress.errors import ApiError, error_response, overloaded
 from hybridserve.cluster.ingress.metrics import IngressMetrics
+from hybridserve.cluster.ingress.priority import read_priority
+from hybridserve.cluster.pool.interface import PoolBusy
+from hybridserve.cluster.routing.admission import Priority
 
 Report = Callable[[Exception], ApiError]
+Full = Callable[[Priority], PoolBusy | None]
 
 # Serve lets a client set its own deadline and switch off cancellation with these
 DROPPED_HEADERS = (b"x-request-timeout-seconds", b"x-request-disconnect-disabled")
@@ -89,8 +94,14 @@ class Admission:
         retry_after: str,
         metrics: IngressMetrics,
         report: Report,
+        full: Full,
     ) -> None:
+        """
+        Args:
+            full: whether the pools would refuse any request of a priority; asked before a body is read.
+        """
         self._app = app
+        self._full = full
         self._paths = paths
         self._max_requests = max_requests
         self._retry_after = retry_after
@@ -102,8 +113,9 @@ class Admission:
         if scope["type"] != "http" or _path(scope) not in self._paths:
             await self._app(scope, receive, send)
             return
-        if self._in_flight >= self._max_requests:
-            await error_response(self._report(self._overloaded()))(scope, receive, send)
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await error_response(self._report(refusal))(scope, receive, send)
             return
         self._move(1)
         try:
@@ -114,6 +126,16 @@ class Admission:
     def _move(self, by: int) -> None:
         self._in_flight += by
         self._metrics.in_flight.set(self._in_flight)
+
+    def _refusal(self, scope: Scope) -> Exception | None:
+        if self._in_flight >= self._max_requests:
+            return self._overloaded()
+        if self._in_flight == 0:
+            return None
+        try:
+            return self._full(read_priority(Request(scope)))
+        except ApiError as error:
+            return error
 
     def _overloaded(self) -> ApiError:
         return overloaded(

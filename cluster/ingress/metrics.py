@@ -60,7 +60,6 @@ class IngressMetrics:
         self.generation_tokens = FastCounter(
             "hybridserve_generation_tokens", "Tokens generated", ["pool"], registry=self._own
         )
-        self.retries = self._counter("retries", "Answers that were sent to another replica", "pool")
         self._requests = self._counter("requests", "Answers that ended", "pool", "finish_reason")
         self._errors = self._counter(
             "request_errors", "Requests answered with an error, or ended by one", "status", "code"
@@ -156,8 +155,6 @@ class AnswerClock:
         # the client may have left before the pool said anything
         self._count_prompt(trail.pool)
         self._metrics.duration.labels(trail.pool).observe(trail.ended - self._arrival)
-        if trail.attempt > 1:
-            self._metrics.retries.labels(trail.pool).inc(trail.attempt - 1)
 
     def _count_prompt(self, pool: str) -> None:
         if self._counts_prompt:

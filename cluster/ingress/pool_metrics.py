@@ -1,13 +1,14 @@
 """What the pools say of themselves, read at a scrape: their replicas' load, and the router's decisions."""
 
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from hybridserve.cluster.pool.interface import PoolClient
 from hybridserve.cluster.routing.load import ReplicaLoad
-from hybridserve.cluster.routing.state import PoolState
+from hybridserve.cluster.routing.state import PoolState, RetryOutcome
 
 UNNAMED_REPLICA = "unnamed"
 """Without the token bus a load comes without its replica's name."""
@@ -100,8 +101,13 @@ class RouterCollector(Collector):
             "Answers sent to the replica that saw the prompt's beginning last",
             labels=["pool"],
         )
+        retries = CounterMetricFamily(
+            "hybridserve_retries", "Answers that a replica failed", labels=["pool", "outcome"]
+        )
         for state in self._pool.pools():
             name = state.spec.name
+            for outcome in get_args(RetryOutcome):
+                retries.add_metric([name, outcome], state.retries.get(outcome, 0))
             for decision in ("own", "borrowed"):
                 decisions.add_metric([name, decision], state.decisions.get(decision, 0))
             for (reason, priority), count in state.rejections.items():
@@ -110,6 +116,7 @@ class RouterCollector(Collector):
         yield decisions
         yield rejections
         yield hits
+        yield retries
 
 
 def _loads(state: PoolState) -> list[tuple[str, ReplicaLoad]]:

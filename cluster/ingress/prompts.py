@@ -38,7 +38,7 @@ class PromptReader:
 
     async def _read_one(self, prompt: str | list[int], info: EngineInfo) -> TokenizedPrompt:
         if isinstance(prompt, str):
-            token_ids, text = await self.encode(prompt), prompt
+            token_ids, text = await self.encode(prompt, room=info.max_model_len - 1), prompt
         else:
             token_ids, text = prompt, None
             check_token_ids("prompt", token_ids, info)
@@ -46,17 +46,39 @@ class PromptReader:
             raise invalid("prompt", f"prompt must not be empty, got {prompt!r}")
         return TokenizedPrompt(tuple(token_ids), text)
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, room: int | None = None, param: str = "prompt"
+    ) -> list[int]:
+        """The text's tokens.
+
+        room: how many may be of use; None: any number. param: the client's name of the text.
+
+        Raises:
+            ApiError: 400; it is told without tokenising that there are more. One that has more may still be
+                tokenised: refusing those is the caller's business.
+        """
         with current_request().phase("tokenize"):
             if len(text) <= self._inline_characters:
                 return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            if room is not None and len(text) > room:
+                # megabytes take seconds to tokenise, and milliseconds to see that they cannot fit
+                least = await asyncio.to_thread(self.tokenizer.min_tokens, text)
+                if least > room:
+                    raise invalid(
+                        param,
+                        f"{param} has at least {least} tokens; a context of {room + 1} tokens must hold it "
+                        "and one more",
+                        code="context_length_exceeded",
+                    )
             return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[Message], options: TemplateFields) -> list[int]:
-        """A conversation through the model's template.
+    async def encode_chat(
+        self, messages: Sequence[Message], options: TemplateFields, room: int | None = None
+    ) -> list[int]:
+        """A conversation through the model's template; `room` as `encode` has it.
 
         Raises:
-            ApiError: 400; the model has no template, or it refuses the messages.
+            ApiError: 400; the model has no template, or it refuses the messages, or they are far too long.
         """
         turns = [_template_message(message) for message in messages]
         try:
@@ -67,7 +89,7 @@ class PromptReader:
             )
         except ValueError as error:
             raise invalid("messages", f"messages: {error}") from None
-        return await self.encode(text, add_special_tokens=False)
+        return await self.encode(text, add_special_tokens=False, room=room, param="messages")
 
 
 def _template_message(message: Message) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """The ingress' side of a pool: one handle call a request, tokens from the bus, gaps filled from the reply.
 
-Knows how a pool is reached and how it can fail; nothing of HTTP or of text.
+Knows how a pool is reached and how it can fail; nothing of HTTP, of text, or of what a failure leads to.
 """
 
 import asyncio
@@ -13,10 +13,18 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from hybridserve.cluster.bus.frames import ReplyTo
-from hybridserve.cluster.bus.joined import joined
 from hybridserve.cluster.bus.listener import BusListener
-from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest, PoolError
-from hybridserve.cluster.pool.record import GenerationReply, after
+from hybridserve.cluster.bus.stream import Stream, StreamOverflow, after
+from hybridserve.cluster.pool.interface import (
+    EngineInfo,
+    GenerationRequest,
+    PoolBusy,
+    PoolError,
+    ReaderTooSlow,
+    ReplicaFailed,
+)
+from hybridserve.cluster.pool.record import GenerationReply
+from hybridserve.cluster.routing.admission import Priority
 from hybridserve.cluster.routing.load import ReplicaLoad, sum_loads
 from hybridserve.cluster.routing.pool_loads import PoolLoads
 from hybridserve.cluster.routing.state import PoolState
@@ -104,19 +112,33 @@ class HandlePoolClient:
             logger.info("the pool's load is not known: %s", _first_line(error))
             self._load = None
 
+    def full(self, priority: Priority) -> PoolBusy | None:
+        """A pool by itself refuses nothing."""
+        return None
+
     def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
         return self._from_bus(request) if self._use_bus else self._from_handle(request)
 
+    def _open_stream(self, request: GenerationRequest) -> Stream:
+        return self._listener.open_stream(
+            request.attempt,
+            first_index=len(request.output_token_ids),
+            on_accepted=lambda: self._loads.accepted(request.request_id),
+        )
+
     async def _from_bus(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
-        stream = self._listener.open_stream(on_accepted=lambda: self._loads.accepted(request.request_id))
+        stream = self._open_stream(request)
         call = asyncio.create_task(self._call(request, stream.reply_to))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
+        call.add_done_callback(lambda _: stream.wake())
         ended = False
         try:
-            async for output in _merge(stream.news, call):
+            async for output in _merge(stream, call):
                 ended = output.finished
                 yield output
+        except StreamOverflow as error:
+            raise ReaderTooSlow(f"the answer was given up, as its client reads too slowly: {error}") from None
         finally:
             self._listener.close_stream(stream)
             if not ended:
@@ -138,7 +160,7 @@ class HandlePoolClient:
             return GenerationReply(failed=f"the pool's replica failed: {_first_line(error)}")
 
     async def _from_handle(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
-        stream = self._listener.open_stream()
+        stream = self._open_stream(request)
         response = self._handle.options(stream=True).stream.remote(request, stream.reply_to)
         ended = False
         try:
@@ -147,9 +169,9 @@ class HandlePoolClient:
                 ended = output.finished
                 yield output
             if not ended:
-                raise PoolError("the pool's replica ended a stream before its request")
+                raise ReplicaFailed("the pool's replica ended a stream before its request")
         except _CALL_ERRORS as error:
-            raise PoolError(f"the pool's replica failed: {_first_line(error)}") from error
+            raise ReplicaFailed(f"the pool's replica failed: {_first_line(error)}") from error
         finally:
             self._listener.close_stream(stream)
             if not ended:
@@ -176,55 +198,39 @@ class HandlePoolClient:
         return True
 
 
-async def _merge(
-    news: asyncio.Queue[EngineOutput | None], call: asyncio.Task[GenerationReply]
-) -> AsyncGenerator[EngineOutput, None]:
+async def _merge(stream: Stream, call: asyncio.Task[GenerationReply]) -> AsyncGenerator[EngineOutput, None]:
     """The request's outputs in order and without gaps, from the bus, or else from the reply.
 
-    After a gap the bus is followed again as soon as it has sent what was missing. When the reply is there and
-    the bus has said nothing for `_BUS_GRACE_S`, the rest comes from the reply.
+    After a gap the bus is followed again as soon as it has sent what was missing. When the reply is there
+    (`stream` is woken then) and the bus has said nothing for `_BUS_GRACE_S`, the rest comes from the reply.
     """
-    # one queue for both: waiting on two things for each token costs more than the token
-    call.add_done_callback(lambda _: news.put_nowait(None))
-    delivered = 0
+    delivered = stream.first_index
     while True:
         try:
             # a timeout costs more than a token
             if not call.done():
-                output = await news.get()
+                output = await stream.get()
             else:
                 async with asyncio.timeout(_BUS_GRACE_S):
-                    output = await news.get()
+                    output = await stream.get()
         except TimeoutError:
             break
-        if output is None:
-            if call.result().output is None:
-                break
-            continue
-        batch = [output]
-        # who is behind catches up; the first token goes alone, as the time of its step is told
-        while output.first_index and not news.empty() and (more := news.get_nowait()) is not None:
-            batch.append(more)
-        fresh = []
-        for one in batch:
-            # what leaves a gap comes again
-            part = after(one, delivered) if one.first_index <= delivered else None
-            if part is not None and (part.token_ids or part.finished):
-                delivered += len(part.token_ids)
-                fresh.append(part)
-        if fresh:
-            yield joined(fresh)
-            if fresh[-1].finished:
+        if output is not None:
+            delivered += len(output.token_ids)
+            yield output
+            if output.finished:
                 return
+        elif call.result().output is None:
+            break
     yield after(_output_of(call.result()), delivered)
 
 
 def _output_of(reply: GenerationReply) -> EngineOutput:
-    """Raises ValueError or PoolError when the reply is an error."""
+    """Raises ValueError or ReplicaFailed when the reply is an error."""
     if reply.refused is not None:
         raise ValueError(reply.refused)
     if reply.output is None:
-        raise PoolError(reply.failed)
+        raise ReplicaFailed(reply.failed)
     return reply.output
 
 

@@ -98,7 +98,11 @@ class EngineActor:
         except ValueError as error:
             return str(error)
         self._sender = BusSender(
-            on_cancel=lambda key: self.on_abort(key.hex()), load=self._load, replica=replica, tls=tls
+            on_cancel=lambda key: self.on_abort(key.hex()),
+            load=self._load,
+            replica=replica,
+            on_gone=self.on_ingress_gone,
+            tls=tls,
         )
         self._loop.start()
         info = await self._info
@@ -168,7 +172,7 @@ class EngineActor:
     def _submit(self, request: GenerationRequest, reply_to: ReplyTo, channel: Channel | None) -> _Request:
         engine_id = reply_to.key.hex()
         one = _Request(
-            OutputRecord(request.request_id),
+            OutputRecord(request.request_id, len(request.output_token_ids)),
             request.client_request_id,
             self.event_loop.create_future(),
             reply_to.key,
@@ -256,6 +260,11 @@ class EngineActor:
             self._backlog.end(engine_id)
             self._loop.abort(engine_id)
             self._finish(one, GenerationReply(output=replace(one.record.merged(), finish_reason="abort")))
+
+    def on_ingress_gone(self, channel: Channel) -> None:
+        """Nobody is left to hear of its requests."""
+        for engine_id in [name for name, one in self._requests.items() if one.channel is channel]:
+            self.on_abort(engine_id)
 
     def on_rejected(self, engine_id: str, reply: GenerationReply) -> None:
         one = self._requests.pop(engine_id, None)

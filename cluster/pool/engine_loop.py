@@ -7,7 +7,7 @@ engine is built, used and dropped on this one thread.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,7 +29,13 @@ class Engine(Protocol):
     max_model_len: int
     max_num_seqs: int
 
-    def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
         """Raises ValueError when the request cannot be served."""
 
     def abort(self, request_id: str) -> None: ...
@@ -155,7 +161,8 @@ class EngineLoop:
             engine.abort(message)
             return
         try:
-            engine.add_request(message.request_id, list(message.prompt_token_ids), message.params)
+            begun = (message.output_token_ids,) if message.output_token_ids else ()
+            engine.add_request(message.request_id, list(message.prompt_token_ids), message.params, *begun)
         except ValueError as error:
             self._events.refused(message.request_id, str(error))
         except Exception as error:

@@ -26,6 +26,10 @@ class GenerationRequest:
     priority: Priority = "normal"
     client_request_id: str = ""
     """The `x-request-id` of the client's request, for log lines; several requests may share it."""
+    output_token_ids: tuple[int, ...] = ()
+    """What another replica answered before it failed; the answer goes on after it."""
+    attempt: int = 0
+    """Counts the replicas that the request was sent to before."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,14 @@ class EngineInfo:
 
 class PoolError(Exception):
     """The pool could not finish a request for a reason that is not the client's."""
+
+
+class ReplicaFailed(PoolError):
+    """The replica that had the request died, or could not go on with it; another one might."""
+
+
+class ReaderTooSlow(PoolError):
+    """The answer's tokens came faster than their client took them, and were too many to keep."""
 
 
 class PoolBusy(PoolError):
@@ -68,8 +80,12 @@ class PoolClient(Protocol):
         Raises (from the first step of the iteration, before any news, unless the pool fails half-way):
             PoolBusy: too many requests are in flight.
             ValueError: the engine refused the request; the message is for the client.
-            PoolError: the replica died or cannot be reached.
+            ReplicaFailed: the replica died or cannot be reached, and no other one could take its place.
+            ReaderTooSlow: the news were not taken as fast as they came.
         """
+
+    def full(self, priority: Priority) -> PoolBusy | None:
+        """The refusal of any request of that priority, however small; None while there is room for one."""
 
     def pools(self) -> list[PoolState]:
         """The pools behind it, when it is a router; none otherwise."""

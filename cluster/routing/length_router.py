@@ -5,6 +5,8 @@ pools behind it. Knows nothing of HTTP or Ray.
 """
 
 import asyncio
+import logging
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -15,19 +17,26 @@ from hybridserve.cluster.pool.interface import (
     GenerationRequest,
     PoolBusy,
     PoolClient,
+    PoolError,
+    ReplicaFailed,
 )
-from hybridserve.cluster.routing.admission import Admission, Refusal
+from hybridserve.cluster.pool.retry import Attempts, RetryPolicy, begin
+from hybridserve.cluster.routing.admission import Admission, Priority, Refusal
 from hybridserve.cluster.routing.cost import Cost, cost_of
 from hybridserve.cluster.routing.load import ReplicaLoad, sum_loads
 from hybridserve.cluster.routing.pool_loads import PoolLoads
 from hybridserve.cluster.routing.pool_spec import PoolSpec, bucket_of
 from hybridserve.cluster.routing.prefixes import prefix_of
-from hybridserve.cluster.routing.state import PoolState, ReplicaState
+from hybridserve.cluster.routing.state import PoolState, ReplicaState, RetryOutcome
 from hybridserve.replicas.engine.plan import EngineOutput
 
 # a bucket borrows when its own pool is this full, and only from a pool that stays this idle
 _BORROW_ABOVE = 0.5
 _LEND_BELOW = 0.1
+# of any request
+_LEAST = Cost(prompt_tokens=1, answer_tokens=1)
+
+logger = logging.getLogger("ray.serve")
 
 
 @dataclass
@@ -42,6 +51,9 @@ class RoutedPool:
     """Requests sent here: "own" from its bucket, "borrowed" from a shorter one."""
     rejections: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Requests of its bucket refused, by reason and priority."""
+    retry: RetryPolicy = RetryPolicy()
+    retries: Counter[RetryOutcome] = field(default_factory=Counter)
+    """Requests that a replica failed, by what became of them."""
 
     def state(self) -> PoolState:
         totals = self.loads.totals()
@@ -61,8 +73,21 @@ class RoutedPool:
             decisions=dict(self.decisions),
             rejections=dict(self.rejections),
             prefix_hits=self.loads.prefix_hits,
+            retries=dict(self.retries),
             unnamed_load=self.client.load(),
         )
+
+    def after_failure(self, attempts: Attempts, error: PoolError) -> float | None:
+        """Seconds until the next attempt, or None when the client is to be told; either is counted."""
+        if not isinstance(error, ReplicaFailed):
+            return None
+        name = attempts.request.request_id
+        pause = attempts.pause_after(error, self.loads.failed(name))
+        what = "fails" if pause is None else "goes to another replica"
+        logger.warning("pool %s: request %s %s: %s", self.spec.name, name, what, error)
+        if pause is None:
+            self.retries["failed"] += 1
+        return pause
 
 
 class LengthRouter:
@@ -109,18 +134,45 @@ class LengthRouter:
         """As a pool's own; raises PoolBusy at the first step when there is no room for the request."""
         cost = cost_of(len(request.prompt_token_ids), request.params.max_tokens, request.stated_max_tokens)
         pool = self.admit(request, cost)
-        pool.loads.book(request.request_id, cost, prefix_of(request.prompt_token_ids))
+        name = request.request_id
+        pool.loads.book(name, cost, prefix_of(request.prompt_token_ids))
+        attempts = Attempts(request, pool.retry, time.monotonic)
         trail = current_answer()
         trail.pool = pool.spec.name
-        outputs = pool.client.generate(request)
         try:
-            async for output in outputs:
-                pool.loads.progress(request.request_id, len(output.token_ids))
-                yield output
+            while True:
+                outputs = pool.client.generate(attempts.request)
+                try:
+                    if attempts.retrying:
+                        trail.attempt = attempts.request.attempt + 1
+                        first = await begin(outputs, attempts, lambda: bool(pool.loads.replica_of(name)))
+                        pool.retries["resumed" if attempts.resuming else "restarted"] += 1
+                        pool.loads.progress(name, len(first.token_ids))
+                        attempts.took(first)
+                        yield first
+                    async for output in outputs:
+                        pool.loads.progress(name, len(output.token_ids))
+                        attempts.took(output)
+                        yield output
+                    return
+                except PoolError as error:
+                    pause = pool.after_failure(attempts, error)
+                    if pause is None:
+                        raise
+                finally:
+                    await outputs.aclose()
+                await asyncio.sleep(pause)
         finally:
-            trail.replica = pool.loads.replica_of(request.request_id) or ""
-            pool.loads.end(request.request_id)
-            await outputs.aclose()
+            trail.replica = pool.loads.replica_of(name) or ""
+            pool.loads.end(name)
+
+    def full(self, priority: Priority) -> PoolBusy | None:
+        """The first pool's refusal when every pool would refuse even one token more."""
+        refusals = [pool.admission.check(pool.loads.totals(), _LEAST, priority) for pool in self._pools]
+        if None in refusals:
+            return None
+        self._pools[0].rejections[refusals[0].reason, priority] += 1
+        return _busy(refusals[0])
 
     def admit(self, request: GenerationRequest, cost: Cost) -> RoutedPool:
         """The pool that takes the request, which is to be booked there. Raises PoolBusy when none does."""
@@ -134,7 +186,8 @@ class LengthRouter:
                 lender.decisions["borrowed"] += 1
                 return lender
         if refusal is not None:
-            raise self._refused(own, refusal, request)
+            own.rejections[refusal.reason, request.priority] += 1
+            raise _busy(refusal)
         own.decisions["own"] += 1
         return own
 
@@ -148,6 +201,6 @@ class LengthRouter:
                 return pool
         return None
 
-    def _refused(self, own: RoutedPool, refusal: Refusal, request: GenerationRequest) -> PoolBusy:
-        own.rejections[refusal.reason, request.priority] += 1
-        return PoolBusy(refusal.message, refusal.retry_after_s, refusal.reason)
+
+def _busy(refusal: Refusal) -> PoolBusy:
+    return PoolBusy(refusal.message, refusal.retry_after_s, refusal.reason)

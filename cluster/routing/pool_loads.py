@@ -32,6 +32,8 @@ class _Booking:
     seen: bool = False
     """The replica's reports count it."""
     started: bool = False
+    failed: frozenset[str] = frozenset()
+    """Replicas that failed it."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class PoolLoads:
         """The sum of `_own`."""
         self._sums = PoolSums()
         self._last = LastReplicas()
+        self._failed: set[str] = set()
+        """Replicas that failed a request and have not been heard of since."""
         self.prefix_hits = 0
 
     def set_replicas(self, replicas: Iterable[str]) -> None:
@@ -88,6 +92,7 @@ class PoolLoads:
         with self._lock:
             known = frozenset(self._known())
             self._replicas = frozenset(replicas)
+            self._failed &= self._replicas
             for gone in self._reports.keys() - self._replicas:
                 self._forget(gone)
             # what was sent to those that are gone stays counted until it ends
@@ -101,6 +106,7 @@ class PoolLoads:
         """A report has come from a replica."""
         with self._lock:
             self._reports[replica] = load
+            self._failed.discard(replica)
             if replica not in self._rates:
                 self._rates[replica] = TokenRate()
                 self._starts[replica] = TokenRate(forgets=True)
@@ -128,17 +134,21 @@ class PoolLoads:
         """The candidates, the best first; a booked request counts as the best one's from now on.
 
         The best has the fewest outstanding tokens of a few taken at random, or has seen the prompt's
-        beginning and has hardly more.
+        beginning and has hardly more. Those that failed come last: they look idle, and are only when nothing
+        has failed but a single call.
         """
         with self._lock:
-            ranked = self._rank(candidates)
             booking = self._bookings.get(request_id) if request_id is not None else None
+            avoided = self._failed if booking is None else self._failed | booking.failed
+            ranked = self._rank(candidates)
+            if avoided:
+                ranked.sort(key=avoided.__contains__)
             if booking is None or not ranked:
                 return ranked
             hinted = self._last.get(booking.prefix)
             # going elsewhere costs computing the prefix again: worth it only when that is what it saves
-            near = self._outstanding(ranked[0]) + PREFIX_TOKENS
-            if hinted is not None and hinted in ranked and self._outstanding(hinted) <= near:
+            known = hinted is not None and hinted in ranked and hinted not in avoided
+            if known and self._outstanding(hinted) <= self._outstanding(ranked[0]) + PREFIX_TOKENS:
                 self.prefix_hits += 1
                 ranked.remove(hinted)
                 ranked.insert(0, hinted)
@@ -158,6 +168,30 @@ class PoolLoads:
             booking = self._bookings.get(request_id)
             if booking is not None:
                 self._see(booking)
+
+    def failed(self, request_id: str) -> str | None:
+        """The request's replica has failed it: it counts as not sent yet, its prompt as not computed.
+
+        Returns the replica, None when the request was not given to one or is not known.
+        """
+        with self._lock:
+            booking = self._bookings.get(request_id)
+            if booking is None or booking.replica is None:
+                return None
+            replica = booking.replica
+            self._failed.add(replica)
+            remaining = booking.remaining + booking.prompt_tokens * booking.started
+            self._see(booking)
+            self._shrink(booking, booking.remaining)
+            failed = booking.failed | {replica}
+            self._bookings[request_id] = _Booking(
+                remaining, booking.prompt_tokens, booking.prefix, failed=failed
+            )
+            self._own[None] += remaining
+            self._own_outstanding += remaining
+            self._unseen[None] += remaining
+            self._unseen_prompts[None] += booking.prompt_tokens
+            return replica
 
     def progress(self, request_id: str, tokens: int) -> None:
         """`tokens` more of the answer have come; the first say that the prompt is computed."""
@@ -181,7 +215,7 @@ class PoolLoads:
                 self._shrink(booking, booking.remaining)
 
     def replica_of(self, request_id: str) -> str | None:
-        """The replica that a request was given to; None before that, and after its end."""
+        """The replica that a request was given to; None while it waits for one, and after its end."""
         with self._lock:
             booking = self._bookings.get(request_id)
             return None if booking is None else booking.replica

@@ -1,10 +1,14 @@
 """One pool as `GET /pools` shows it and metrics count it: plain data, as this ingress sees it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Literal, get_args
 
 from hybridserve.cluster.routing.load import ReplicaLoad
 from hybridserve.cluster.routing.pool_spec import PoolSpec
+
+RetryOutcome = Literal["restarted", "resumed", "failed"]
+"""Of a request whose replica failed: begun again elsewhere, gone on with elsewhere, or told to its client."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class PoolState:
     rejections: Mapping[tuple[str, str], int]
     """By (reason, priority)."""
     prefix_hits: int
+    retries: Mapping[RetryOutcome, int] = field(default_factory=dict)
     unnamed_load: ReplicaLoad | None = None
     """A load whose replica is not known, where reports have no name."""
 
@@ -72,6 +77,7 @@ def as_json(state: PoolState) -> dict[str, object]:
         "in_flight_here": state.own_requests,
         "decisions": {"own": 0, "borrowed": 0, **state.decisions, "prefix_hits": state.prefix_hits},
         "rejections": rejections,
+        "retries": {outcome: state.retries.get(outcome, 0) for outcome in get_args(RetryOutcome)},
     }
 
 

@@ -9,7 +9,7 @@ Owns the requests and their ends. Touches no tensor (the executor does) and no t
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridserve.replicas.arena.arena import Arena
 from hybridserve.replicas.engine.executor import Executor, RunningStep
@@ -17,7 +17,7 @@ from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput, Sampled, 
 from hybridserve.replicas.engine.request import Request
 from hybridserve.replicas.engine.scheduler import Scheduler, SchedulerLimits
 from hybridserve.replicas.engine.startup import StartupReport
-from hybridserve.replicas.engine.validation import check_prompt, check_token_ids
+from hybridserve.replicas.engine.validation import check_output, check_prompt, check_token_ids
 from hybridserve.replicas.models.specs import ModelConfig
 from hybridserve.replicas.sampling_params import SamplingParams
 
@@ -67,12 +67,22 @@ class Engine:
         self._steps = 0
         self._in_flight: _InFlight | None = None
 
-    def add_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
         """Queue a request; `params.n` is the caller's business (one request gives one answer).
+
+        output_token_ids: what another engine has already answered. The request goes on after it as one that
+            was preempted there: limits, penalties, indexes and draws count it as its own (draws only with
+            a `params.seed`), prompt log-probabilities are not told again.
 
         Raises:
             ValueError: the prompt is empty, too long for the context, or holds a token outside the
-                vocabulary, or `params` names one. Nothing is queued then.
+                vocabulary, or `params` names one; or the answer so far is complete. Nothing is queued then.
         """
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is in use")
@@ -81,15 +91,22 @@ class Engine:
         check_token_ids(params, self.model_config.vocab_size)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         room = self.max_model_len - len(prompt)
-        self._requests[request_id] = request = Request(
+        request = Request(
             request_id=request_id,
-            token_ids=prompt,
+            token_ids=[*prompt, *output_token_ids],
             prompt_len=len(prompt),
             params=params,
             seed=seed,
             eos_token_ids=frozenset() if params.ignore_eos else frozenset(self.model_config.eos_token_ids),
             max_output=room if params.max_tokens is None else min(params.max_tokens, room),
         )
+        if output_token_ids:
+            check_output(output_token_ids, self.model_config.vocab_size)
+            if request.finish_reason() != (None, None):
+                raise ValueError(f"the answer's {len(output_token_ids)} tokens so far are all of it")
+            # they went out with the first token
+            request.params = replace(params, prompt_logprobs=None)
+        self._requests[request_id] = request
         self._scheduler.add(request)
 
     def abort(self, request_id: str) -> None:

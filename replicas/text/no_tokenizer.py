@@ -27,6 +27,9 @@ class NoTokenizer(Tokenizer):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         raise self._refusal()
 
+    def min_tokens(self, text: str) -> int:
+        return 0
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         raise self._refusal()
 

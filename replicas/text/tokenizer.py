@@ -13,6 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as FastTokenizer
 
 from hybridserve.replicas.text.chat import ChatTemplate
+from hybridserve.replicas.text.token_bound import TokenBound
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -46,6 +47,7 @@ class Tokenizer:
         self.byte_level = decoder is not None and decoder["type"] == "ByteLevel"
         """True when decoding is nothing but joining each token's bytes."""
         self._bytes: dict[int, bytes] = {}
+        self._bound: TokenBound | None = None
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -103,6 +105,13 @@ class Tokenizer:
             raise ValueError(f"text holds a lone surrogate at character {error.start}") from error
         # the batch call releases the interpreter lock, plain encode holds it for the whole text
         return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def min_tokens(self, text: str) -> int:
+        """How many tokens `text` has at least, without tokenising it; 0 where that cannot be told."""
+        if self._bound is None:
+            ids = self._fast.get_vocab(with_added_tokens=True).values()
+            self._bound = TokenBound(self._fast, map(self._compute_bytes, ids))
+        return self._bound.at_least(text)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Bytes that are not UTF-8 become U+FFFD; unknown ids are left out."""

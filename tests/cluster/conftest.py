@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -31,12 +31,18 @@ class FakeEngine:
         self.limits: dict[str, tuple[int, int]] = {}
         self.dead: str | None = None
 
-    def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
         if len(prompt_token_ids) > REFUSES_ABOVE:
             raise ValueError(f"prompt of {len(prompt_token_ids)} tokens, at most {REFUSES_ABOVE} fit")
         if EXITS_ON in prompt_token_ids:
             os._exit(3)
-        self.running[request_id] = []
+        self.running[request_id] = list(output_token_ids)
         self.limits[request_id] = (sum(prompt_token_ids), params.max_tokens or 16)
 
     def abort(self, request_id: str) -> None:
@@ -93,8 +99,8 @@ def fake_factory() -> Callable[..., FakeFactory]:
 
 
 @pytest.fixture(scope="session")
-def ray_instance(free_port: Callable[[], int]) -> Iterator[None]:
-    """Ray with enough logical CPUs for everything the tests start, and Serve on a free port."""
+def ray_instance(free_port: Callable[[], int]) -> Iterator[int]:
+    """Ray with enough logical CPUs for everything the tests start, and Serve on a free port, which it is."""
     # imported here: most tests of the cluster room need no Ray, and it takes two seconds
     import ray
     from ray import cloudpickle, serve
@@ -107,7 +113,8 @@ def ray_instance(free_port: Callable[[], int]) -> Iterator[None]:
         configure_logging=False,
         log_to_driver=False,
     )
-    serve.start(http_options={"host": "127.0.0.1", "port": free_port()})
-    yield
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    yield port
     serve.shutdown()
     ray.shutdown()

@@ -79,7 +79,7 @@ async def send_over(
     entry = Entry(stream.reply_to.key, 0, EngineOutput("", 0, SECRET_TOKENS))
     sender.send(channel, [frames.pack_entry(entry)])
     try:
-        output = await asyncio.wait_for(stream.news.get(), timeout_s)
+        output = await asyncio.wait_for(stream.get(), timeout_s)
         listener.cancel(stream)
         while not cancelled:
             await asyncio.sleep(0.005)
@@ -122,7 +122,7 @@ async def test_strangers_get_nothing(
         channel = sender.open_stream(stream.reply_to.address)
         sender.send(channel, [frames.pack_entry(Entry(stream.reply_to.key, 0, EngineOutput("", 0, (1,))))])
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(stream.news.get(), 1.0)
+            await asyncio.wait_for(stream.get(), 1.0)
         assert listener.loads == []
     lines = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
     # a few, as nobody dials in a tight loop; half a configuration in the clear just waits for the handshake
@@ -171,7 +171,7 @@ async def test_an_engines_tokens_come_over_tls(new_authority: Callable, fake_fac
     call = asyncio.create_task(actor.generate(asked, stream.reply_to))
     tokens: list[int] = []
     while len(tokens) < 8:
-        tokens += (await asyncio.wait_for(stream.news.get(), 30)).token_ids
+        tokens += (await asyncio.wait_for(stream.get(), 30)).token_ids
     assert tokens == list(range(5, 13)) == list((await call).output.token_ids)
     await actor.close()
     await listener.close()

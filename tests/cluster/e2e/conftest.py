@@ -200,7 +200,9 @@ def new_server(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Ite
 @pytest.fixture(scope="session")
 def server(new_server: Callable[..., Server], free_port: Callable[[], int]) -> Server:
     """`serve run`, tokens by the bus; started by `idle`, as another test may have stopped it."""
-    return new_server([sys.executable, "-m", "ray.serve.scripts", "run"], free_port())
+    command = [sys.executable, "-m", "ray.serve.scripts", "run"]
+    # an engine that is killed is replaced as fast as this machine can load a model
+    return new_server(command, free_port(), retry_wait_s=START_S)
 
 
 @pytest.fixture(scope="session")

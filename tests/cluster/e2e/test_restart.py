@@ -33,7 +33,7 @@ def by_handle(server, new_server) -> Iterator:
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
     command = [str(Path(sys.executable).parent / "hybridserve"), "serve"]
-    other = new_server(command, server.port, token_transport="handle")
+    other = new_server(command, server.port, token_transport="handle", retry_wait_s=0)
     other.start()
     yield other
     other.stop()
@@ -74,9 +74,31 @@ def kill_the_engine(server, wanted: str) -> None:
 
 
 @pytest.mark.usefixtures("idle")
-def test_a_killed_engine_is_told_at_once_and_replaced(server, offline) -> None:
-    [[wanted]] = offline([PROMPT], **GREEDY)
-    kill_the_engine(server, wanted.text)
+def test_what_a_killed_engine_had_begun_goes_on_in_the_one_that_replaces_it(server, offline) -> None:
+    sampling = {"temperature": 0, "max_tokens": 400}
+    [[wanted]] = offline([PROMPT], ignore_eos=True, **sampling)
+    ask = {"model": "demo", "prompt": PROMPT, "extra_body": {"ignore_eos": True}, **sampling}
+    client = server.client(timeout=180)
+    before = server.metrics()
+    with ThreadPoolExecutor(4) as threads:
+        whole = threads.submit(client.completions.create, **ask)
+        streams = [iter(client.completions.create(**ask, stream=True)) for _ in range(3)]
+        begun = [next(stream).choices[0].text for stream in streams]
+        server.seconds_until(lambda occupancy: occupancy[0] == 4)
+        killed = server.engine_pid()
+        os.kill(killed, signal.SIGKILL)
+        rests = list(threads.map(list, streams))
+        texts = ["".join(c.text for part in rest for c in part.choices) for rest in rests]
+        assert [a + b for a, b in zip(begun, texts, strict=True)] == [wanted.text] * 3
+        answer = whole.result()
+    assert (answer.choices[0].text, answer.usage.completion_tokens) == (wanted.text, 400)
+    assert server.engine_pid() != killed
+    retries = {
+        outcome: server.metrics()[f"hybridserve_retries_total{{pool,{outcome}}}"]
+        - before[f"hybridserve_retries_total{{pool,{outcome}}}"]
+        for outcome in ("restarted", "resumed", "failed")
+    }
+    assert retries["failed"] == 0 and retries["resumed"] >= 3 and sum(retries.values()) == 4
 
 
 def test_after_a_stop_the_same_port_gives_the_same_text_by_the_other_transport(by_handle, offline) -> None:

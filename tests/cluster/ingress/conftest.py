@@ -19,6 +19,7 @@ from hybridserve.cluster.ingress.options import IngressOptions
 from hybridserve.cluster.ingress.service import Observers
 from hybridserve.cluster.observe.trail import current_answer
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest, PoolBusy
+from hybridserve.cluster.routing.admission import Priority
 from hybridserve.cluster.routing.load import ReplicaLoad
 from hybridserve.cluster.routing.state import PoolState
 from hybridserve.replicas.engine.plan import EngineOutput, TokenLogprobs
@@ -55,6 +56,7 @@ class FakePool:
         self.info_failure: Exception | None = None
         self.engine_load: ReplicaLoad | None = None
         self.pool_states: list[PoolState] = []
+        self.fullness: dict[Priority, PoolBusy] = {}
         self.submitted: list[GenerationRequest] = []
         self.ended: dict[str, float] = {}
         """`time.monotonic` seconds at which each request's iterator ended or was closed."""
@@ -69,6 +71,9 @@ class FakePool:
         if isinstance(self.is_ready, Exception):
             raise self.is_ready
         return self.is_ready
+
+    def full(self, priority: Priority) -> PoolBusy | None:
+        return self.fullness.get(priority)
 
     def pools(self) -> list[PoolState]:
         return self.pool_states

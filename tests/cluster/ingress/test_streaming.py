@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridserve.cluster.pool.interface import PoolBusy, PoolError
+from hybridserve.cluster.pool.interface import PoolBusy, PoolError, ReplicaFailed
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -130,6 +130,17 @@ def test_a_pool_that_fails_before_the_first_token_is_a_503(caller, pool, path, s
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_replica_that_failed_for_good_is_named_with_the_request(caller, pool, path, stream):
+    pool.failures = {0: ReplicaFailed("no other replica was there in time")}
+    response = caller.post(path, {**BODIES[path], "stream": stream})
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    error = response.json()["error"]
+    assert error["code"] == "replica_failed"
+    assert pool.submitted[0].request_id.startswith(error["request_id"])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_busy_pool_is_a_429(caller, pool, path, stream):
     pool.failures = {0: PoolBusy("all 4 places are taken", 7, "queue_deadline")}
     response = caller.post(path, {**BODIES[path], "stream": stream})
@@ -145,10 +156,13 @@ def test_a_pool_that_fails_later_ends_the_stream_with_an_error(caller, pool, par
     several = {} if path == "/generate" else {"n": n}
     response = caller.post(path, {**BODIES[path], **several, "stream": True})
     assert response.status_code == 200
-    events = parse_events(response.text)
-    assert len(events) > 1
-    error = events[-1]["error"]
+    *events, failure, done = parse_events(response.text)
+    assert events and done == "[DONE]"
+    error = failure["error"]
     assert (error["message"], error["type"]) == ("the replica died", "server_error")
+    assert error["request_id"] == pool.submitted[0].request_id.rpartition("-")[0]
+    if path != "/generate":
+        assert {event["id"] for event in events} == {error["request_id"]}
     assert len(pool.ended) == len(pool.submitted)
     assert caller.post(path, {**BODIES[path], **several}).status_code == 503
 
@@ -168,14 +182,14 @@ def test_an_answer_the_engine_gives_up_is_an_error(caller, pool, parse_events, p
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "engine_error"
     streamed = parse_events(caller.post(path, {**BODIES[path], "stream": True}).text)
-    assert streamed[-1]["error"]["message"] == "NaN in logits"
+    assert streamed[-2]["error"]["message"] == "NaN in logits"
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_surprise_shows_no_trace(make_caller, pool, parse_events, path):
     pool.failures = {2: RuntimeError("secret detail")}
     response = make_caller().post(path, {**BODIES[path], "stream": True})
-    error = parse_events(response.text)[-1]["error"]
+    error = parse_events(response.text)[-2]["error"]
     assert error["code"] == "internal_error"
     assert "secret" not in response.text
 

@@ -144,6 +144,22 @@ def test_unknown_model(caller, pool, path):
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_megabytes_are_refused_without_tokenising(caller, tokenizer, monkeypatch, path):
+    text = "The quick brown fox jumps over it. " * 200_000
+
+    def tokenise(*args: object, **options: object) -> list[int]:
+        raise AssertionError("it was tokenised")
+
+    monkeypatch.setattr(tokenizer, "encode", tokenise)
+    body = {**good(path), "prompt": text}
+    if path == CHAT:
+        body = {**good(path), "messages": [{"role": "user", "content": text}]}
+    name = "messages" if path == CHAT else "prompt"
+    error = check(caller.post(path, body), 400, name, f"{name} has at least", "256 tokens")
+    assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_prompt_beyond_the_context_says_both_numbers(caller, tokenizer, path):
     words = "word " * 400
     body = {**good(path), "prompt": words}

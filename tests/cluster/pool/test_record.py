@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridserve.cluster.pool.record import OutputRecord, after
+from hybridserve.cluster.bus.stream import after
+from hybridserve.cluster.pool.record import OutputRecord
 from hybridserve.replicas.engine.plan import EngineOutput, TokenLogprobs
 
 

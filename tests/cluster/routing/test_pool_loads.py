@@ -1,6 +1,7 @@
 """An ingress' view of a pool against the truth: random requests, reports and ends on made-up replicas."""
 
 import random
+from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,6 +36,10 @@ class OneIngress(RuleBasedStateMachine):
         self.loads.set_replicas(self.truth)
         self.where: dict[str, str] = {}
         self.pending: list[tuple[str, Cost]] = []
+        self.costs: dict[str, Cost] = {}
+        """What is left of each, when it was last sent, and since then to have been done."""
+        self.done: Counter[str] = Counter()
+        self.failed: dict[str, set[str]] = {}
         self.count = 0
 
     def tell(self, replica: str) -> None:
@@ -53,6 +58,7 @@ class OneIngress(RuleBasedStateMachine):
         # counted at once, so that the next choice knows
         assert self.loads.outstanding(ranked[0]) == before[ranked[0]] + cost.tokens
         self.where[name] = ranked[0]
+        self.costs[name] = cost
         self.pending.append((name, cost))
 
     @precondition(lambda self: self.pending)
@@ -77,7 +83,34 @@ class OneIngress(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(self.running()))
         self.truth[self.where[name]].progress(name, tokens)
         self.loads.progress(name, tokens)
+        self.done[name] += tokens
         self.tell(self.where[name])
+
+    @precondition(lambda self: self.running())
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        """It is sent again, its prompt counted anew, and not to where it failed if there is another one."""
+        name = data.draw(st.sampled_from(self.running()))
+        replica, cost = self.where[name], self.costs[name]
+        self.truth[replica].end(name)
+        assert self.loads.replica_of(name) == replica
+        assert self.loads.failed(name) == replica
+        assert self.loads.replica_of(name) is None
+        assert self.loads.failed(name) is None
+        if len(self.truth) > 1:
+            # nor is anybody else, until it is heard of again
+            self.loads.book("other", Cost(1, 1))
+            assert self.loads.choose(list(self.truth), "other")[-1] == replica
+            self.loads.end("other")
+        self.tell(replica)
+        ranked = self.loads.choose(list(self.truth), name)
+        failed = self.failed.setdefault(name, set())
+        failed.add(replica)
+        assert sorted(ranked) == sorted(self.truth) and (ranked[0] not in failed or failed == {*self.truth})
+        self.where[name] = ranked[0]
+        left = Cost(cost.prompt_tokens, max(0, cost.answer_tokens - self.done.pop(name, 0)))
+        self.costs[name] = left
+        self.pending.append((name, left))
 
     @precondition(lambda self: self.where)
     @rule(data=st.data())
