@@ -4,8 +4,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -135,12 +137,31 @@ def test_a_failed_deployment_is_told_by_its_last_error(as_child, monkeypatch: py
     assert len(lines) >= 3
 
 
+ENDS_WITH_5 = """
+import threading
+import time
+try:
+    print("up", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    raise SystemExit(5)
+"""
+
+
+@contextmanager
+def running() -> Iterator[ServeProcess]:
+    """The child, once it has said that it is up."""
+    up = threading.Event()
+    with ServeProcess(Path("x.yaml"), lambda line: up.set()) as child:
+        assert up.wait(60)
+        yield child
+
+
 def test_sigint_reaches_the_child_even_when_it_was_ignored(as_child) -> None:
-    as_child("import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    raise SystemExit(5)")
+    as_child(ENDS_WITH_5)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with ServeProcess(Path("x.yaml"), lambda line: None) as child:
-            time.sleep(0.5)
+        with running() as child:
             signal.raise_signal(signal.SIGINT)
             assert child.wait() == 5
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
@@ -149,19 +170,17 @@ def test_sigint_reaches_the_child_even_when_it_was_ignored(as_child) -> None:
 
 
 def test_a_closed_terminal_ends_the_child(as_child) -> None:
-    as_child("import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    raise SystemExit(5)")
-    with ServeProcess(Path("x.yaml"), lambda line: None) as child:
-        time.sleep(0.5)
+    as_child(ENDS_WITH_5)
+    with running() as child:
         signal.raise_signal(signal.SIGHUP)
         assert child.wait() == 5
 
 
 def test_under_nohup_a_closed_terminal_changes_nothing(as_child) -> None:
-    as_child("import time\ntime.sleep(60)")
+    as_child("import time\nprint('up', flush=True)\ntime.sleep(60)")
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with ServeProcess(Path("x.yaml"), lambda line: None) as child:
-            time.sleep(0.5)
+        with running() as child:
             signal.raise_signal(signal.SIGHUP)
             time.sleep(0.2)
             assert child.exit_code is None

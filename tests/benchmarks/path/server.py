@@ -66,6 +66,9 @@ class LocalPool:
     async def ready(self) -> bool:
         return True
 
+    def full(self, priority: str) -> None:
+        """It refuses nothing."""
+
     def pools(self) -> list[object]:
         return []
 
