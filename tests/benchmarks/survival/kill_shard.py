@@ -143,7 +143,12 @@ async def try_fault(pool: Pool, fault: str, cluster: Cluster, expected: list[lis
     await asyncio.sleep(1.0)
     began = time.monotonic()
     do(fault, victim, cluster)
-    whole = asyncio.create_task(pool.replicas({pids[0]}))
+
+    async def wait_until_whole() -> tuple[list[dict[str, Any]], float]:
+        found = await pool.replicas({pids[0]})
+        return found, time.monotonic() - began
+
+    whole = asyncio.create_task(wait_until_whole())
     served, failed = 0, []
     while not whole.done():
         for index, prompt in enumerate(PROMPTS):
@@ -152,8 +157,7 @@ async def try_fault(pool: Pool, fault: str, cluster: Cluster, expected: list[lis
                 served += 1
             except PoolError as error:
                 failed.append((round(time.monotonic() - began, 2), str(error)))
-    replicas = await whole
-    whole_s = time.monotonic() - began
+    replicas, whole_s = await whole
     # what the other replica still works at has outlived the fault
     for task in held:
         task.cancel()

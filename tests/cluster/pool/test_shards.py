@@ -43,6 +43,8 @@ def said(repo_root: Path) -> Iterator[Said]:
         timeout=TIMEOUT_S,
     )
     shutil.rmtree(folder, ignore_errors=True)
+    # the figures, for who asks pytest for them
+    sys.stdout.write(run.stdout)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     yield {line.get("fault") or next(iter(line)): line for line in lines}
