@@ -16,7 +16,7 @@ serve: $(VENV)/.installed ## install and serve the demo model on http://127.0.0.
 	$(BIN)/hybridserve serve configs/demo.yaml
 
 test: lint ## install, lint and run all tests
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
 lint: $(VENV)/.installed-dev ## check style and formatting
 	$(BIN)/ruff check .

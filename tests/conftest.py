@@ -94,13 +94,27 @@ def on_ranks(tmp_path_factory) -> Iterator[Callable[..., list[Any]]]:
             host.stdin.close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# what starts Ray: several instances at once take the cores from each other, and from their tests' deadlines
+_WITH_RAY = (
+    "tests/cluster/e2e/",
+    "tests/cluster/pool/",
+    "tests/cluster/rollout/",
+    "tests/cluster/survival/",
+    "tests/cluster/test_comm_benchmark.py",
+    "tests/packaging/",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With several workers (pytest-xdist), a file's tests share one, and all that start Ray share one."""
-    root = Path(__file__).parent
-    for item in items:
-        path = item.path.relative_to(root)
-        group = "ray" if path.parts[0] in ("cluster", "packaging") else str(path)
-        item.add_marker(pytest.mark.xdist_group(group))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if nodeid.startswith(_WITH_RAY) else nodeid.partition("::")[0]
+
+    return Scheduling(config, log)
 
 
 def pytest_configure() -> None:
