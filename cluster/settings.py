@@ -19,11 +19,11 @@ from pydantic import (
 )
 
 from hybridserve.cluster.access.options import AccessSettings
-from hybridserve.cluster.cli_sizes import parse_size
 from hybridserve.cluster.observe.logs import LogFormat, LogLevel, LogOptions
 from hybridserve.cluster.pool.retry import RetryPolicy
 from hybridserve.cluster.routing.pool_spec import PoolLimits, PoolSpec, ReplicaRange
 from hybridserve.cluster.scaling.policy import ScalingRule
+from hybridserve.cluster.sizes import parse_size
 from hybridserve.replicas.engine.config import EngineConfig
 
 ONLY_POOL = "pool"

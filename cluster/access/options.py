@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from hybridserve.cluster.access.client_address import parse_networks
-from hybridserve.cluster.cli_sizes import parse_size
+from hybridserve.cluster.sizes import parse_size
 
 STDOUT = "stdout"
 ALWAYS_OPEN = frozenset(("/health", "/ready"))

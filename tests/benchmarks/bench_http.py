@@ -35,7 +35,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from hybridserve.cluster.cli_serve import ServeFile, read_serve_file
+from hybridserve.cluster.cli.serve import ServeFile, read_serve_file
 from hybridserve.cluster.pool.engine_factory import CheckpointEngine
 from hybridserve.replicas.engine.config import EngineConfig
 from hybridserve.replicas.sampling_params import SamplingParams
@@ -81,7 +81,7 @@ def running_engine(config: EngineConfig) -> Iterator[Connection]:
 @contextmanager
 def running_server(config: Path, port: int, url: str) -> Iterator[float]:
     """Seconds from starting `hybridserve serve` until it is ready."""
-    command = "import sys; from hybridserve.cluster.cli import main; sys.exit(main())"
+    command = "import sys; from hybridserve.cluster.cli.main import main; sys.exit(main())"
     began = time.monotonic()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(

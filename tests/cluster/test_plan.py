@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybridserve.cluster.cli_plan import print_plan
+from hybridserve.cluster.cli.plan import print_plan
 from hybridserve.cluster.plan import plan_pools
 from hybridserve.cluster.serve_file import read_settings
 from hybridserve.replicas.models.config import load_model_config

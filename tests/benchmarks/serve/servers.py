@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 from bench_http import running_server
 
-from hybridserve.cluster.cli_serve import ServeFile, read_serve_file
+from hybridserve.cluster.cli.serve import ServeFile, read_serve_file
 from hybridserve.cluster.serve_file import read_application
 from hybridserve.cluster.simulation.merging import merged_pools
 

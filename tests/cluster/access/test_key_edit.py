@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from hybridserve.cluster.access import key_edit
 from hybridserve.cluster.access.keys import KeyLimits, hash_key
-from hybridserve.cluster.cli import app
+from hybridserve.cluster.cli.main import app
 
 NOW = datetime(2026, 11, 29, 12, 0, tzinfo=UTC)
 DAY = timedelta(days=1)

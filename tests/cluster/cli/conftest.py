@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from hybridserve.cluster.cli import main
+from hybridserve.cluster.cli.main import main
 
 
 @dataclass(frozen=True)

@@ -56,5 +56,5 @@ def test_options_are_checked_before_anything_runs(hybridserve: Callable, options
 
 
 def test_help_and_expectation_import_no_torch() -> None:
-    code = "import sys\nimport hybridserve.cluster.cli\nsys.exit('torch' in sys.modules)"
+    code = "import sys\nimport hybridserve.cluster.cli.main\nsys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -49,7 +49,7 @@ def test_weights_are_not_needed(hybridserve: Callable, demo_model: Path, tmp_pat
 def test_no_torch_is_imported(demo_model: Path) -> None:
     code = f"""
 import sys
-from hybridserve.cluster.cli import main
+from hybridserve.cluster.cli.main import main
 sys.argv = ["hybridserve", "inspect", {str(demo_model)!r}]
 try:
     main()

@@ -15,7 +15,7 @@ import yaml
 
 pytestmark = pytest.mark.e2e
 
-MAIN = "import sys; from hybridserve.cluster.cli import main; sys.exit(main())"
+MAIN = "import sys; from hybridserve.cluster.cli.main import main; sys.exit(main())"
 BODY = {"model": "demo", "prompt": "import os\n", "ignore_eos": True}
 # the way of a cancel, on a machine that has other work
 SOON_S = 5.0

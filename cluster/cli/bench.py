@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from hybridserve.cluster.cli_sizes import parse_size
 from hybridserve.cluster.comm_expectation import H200, RANKS, expectation_table
+from hybridserve.cluster.sizes import parse_size
 from hybridserve.parallel.comm_benchmark import plot as plots
 from hybridserve.parallel.comm_benchmark import tables
 from hybridserve.parallel.comm_benchmark.expectation import ASSUMED_NCCL, ASSUMED_ONE_SHOT, read_latencies

@@ -8,14 +8,14 @@ import sys
 
 import typer
 
-from hybridserve.cluster.cli_bench import bench
-from hybridserve.cluster.cli_generate import generate
-from hybridserve.cluster.cli_inspect import inspect
-from hybridserve.cluster.cli_keys import keys
-from hybridserve.cluster.cli_plan import plan
-from hybridserve.cluster.cli_serve import proxy_env, serve
-from hybridserve.cluster.cli_simulate import simulate
-from hybridserve.cluster.cli_update import update
+from hybridserve.cluster.cli.bench import bench
+from hybridserve.cluster.cli.generate import generate
+from hybridserve.cluster.cli.inspect import inspect
+from hybridserve.cluster.cli.keys import keys
+from hybridserve.cluster.cli.plan import plan
+from hybridserve.cluster.cli.serve import proxy_env, serve
+from hybridserve.cluster.cli.simulate import simulate
+from hybridserve.cluster.cli.update import update
 
 app = typer.Typer(
     help="Serve hybrid-attention language models.",

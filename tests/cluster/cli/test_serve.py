@@ -14,10 +14,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from hybridserve.cluster import cli_serve, serve_process
+from hybridserve.cluster import serve_process
 from hybridserve.cluster.access.exposure import is_loopback, open_server_warning
-from hybridserve.cluster.cli import app
-from hybridserve.cluster.cli_serve import check_port_is_free, read_serve_file
+from hybridserve.cluster.cli import serve as cli_serve
+from hybridserve.cluster.cli.main import app
+from hybridserve.cluster.cli.serve import check_port_is_free, read_serve_file
 from hybridserve.cluster.serve_file import BUILDER
 from hybridserve.cluster.serve_process import ServeProcess
 

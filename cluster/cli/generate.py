@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from hybridserve.cluster.cli_sizes import parse_size
+from hybridserve.cluster.sizes import parse_size
 from hybridserve.replicas.outputs import RequestOutput
 from hybridserve.replicas.prompts import Prompt
 from hybridserve.replicas.sampling_params import SamplingParams

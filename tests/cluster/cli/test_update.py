@@ -9,7 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from hybridserve.cluster.cli import app as cli
+from hybridserve.cluster.cli.main import app as cli
 from hybridserve.cluster.serve_file import BUILDER
 from hybridserve.cluster.update import Update, UpdateFailed
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hybridserve.cluster.cli_sizes import format_size, parse_size
+from hybridserve.cluster.sizes import format_size, parse_size
 from hybridserve.replicas.engine.sizing import sequences_that_fit
 from hybridserve.replicas.models.config import load_model_config
 from hybridserve.replicas.models.footprint import Footprint, LayerFootprint, measure_footprint

@@ -1,6 +1,6 @@
 import pytest
 
-from hybridserve.cluster.cli_sizes import format_size, parse_size
+from hybridserve.cluster.sizes import format_size, parse_size
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hybridserve.cluster.cli_sizes import parse_size
 from hybridserve.cluster.serve_file import read_application
 from hybridserve.cluster.settings_reading import parse_settings
 from hybridserve.cluster.simulation import tables, workload
@@ -30,6 +29,7 @@ from hybridserve.cluster.simulation.step_curve import (
     read_curve,
 )
 from hybridserve.cluster.simulation.sweep import Sweep, sweep_cuts
+from hybridserve.cluster.sizes import parse_size
 from hybridserve.replicas.models.config import load_model_config
 
 _WIDTH = 170

@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hybridserve.cluster.cli_sizes import format_size, parse_size
 from hybridserve.cluster.plan import PoolPlan, plan_pools
 from hybridserve.cluster.serve_file import read_settings
+from hybridserve.cluster.sizes import format_size, parse_size
 from hybridserve.replicas.models.config import load_model_config
 
 _DEFAULT_GPU = "80GiB"

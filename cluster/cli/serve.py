@@ -20,7 +20,7 @@ import typer
 import yaml
 
 from hybridserve.cluster.access.exposure import is_loopback, open_server_warning
-from hybridserve.cluster.cli_plan import print_plan
+from hybridserve.cluster.cli.plan import print_plan
 from hybridserve.cluster.plan import check_shards
 from hybridserve.cluster.serve_alpha.proxy_mode import environment
 from hybridserve.cluster.serve_file import read_application, read_settings
