@@ -28,7 +28,7 @@ def test_a_rank_in_each_bundle() -> None:
     jsonschema.validate(report, REPORT_SCHEMA)
     assert len(report["environment"]["nodes"]) == 2
     assert {row["ranks"] for row in report["strategies"]} == {1, 2}
-    assert {row["implementation"] for row in report["collectives"]} == {"gloo"}
+    assert {row["implementation"] for row in report["collectives"]} == {"gloo", "gloo_rms_norm"}
     assert ray.is_initialized()
     assert ray.available_resources()["CPU"] <= free
 

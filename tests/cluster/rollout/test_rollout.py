@@ -80,6 +80,8 @@ def serve() -> Iterator[DirectServe]:
     yield one
     from ray import serve
 
+    # also out of what is wanted, or a controller that starts again would bring it back
+    one.deploy({"applications": []})
     serve.delete(NAME)
 
 

@@ -41,7 +41,13 @@ class Reply:
         if self.events:
             errors = [one["error"] for one in self.events if isinstance(one, dict) and "error" in one]
             return errors[0] if errors else None
-        return json.loads(self.body).get("error") if self.body else None
+        if not self.body:
+            return None
+        try:
+            return json.loads(self.body).get("error")
+        except ValueError:
+            # the proxy's own words, when there is no ingress behind it
+            return {"message": self.body.decode(errors="replace")}
 
     @property
     def complete(self) -> bool:
