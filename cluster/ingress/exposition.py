@@ -45,10 +45,11 @@ def snapshot(ingress: str, shared: CollectorRegistry, own: CollectorRegistry) ->
 
 
 def merge(snapshots: Sequence[Snapshot]) -> bytes:
-    """The text of a scrape. Of series that several have, the first one's counts."""
+    """The text of a scrape. Of series that several have, that of the one which knows most counts: an ingress
+    replica that has just started has not heard of all of the pools' replicas."""
     merged: dict[str, Metric] = {}
     seen: set[tuple[str, Labels]] = set()
-    for one in snapshots:
+    for one in sorted(snapshots, key=_known, reverse=True):
         for family in (*one.shared, *one.own):
             metric = merged.setdefault(family.name, Metric(family.name, family.text, family.type))
             for name, labels, value in family.samples:
@@ -56,6 +57,10 @@ def merge(snapshots: Sequence[Snapshot]) -> bytes:
                     seen.add((name, labels))
                     metric.add_sample(name, dict(labels), value)
     return generate_latest(_Collected(merged))
+
+
+def _known(one: Snapshot) -> int:
+    return sum(len(family.samples) for family in one.shared)
 
 
 class _Collected(CollectorRegistry):
