@@ -36,8 +36,8 @@ def set_up_logging(options: LogOptions, stream: TextIO | None = None, **process:
     Args:
         process: fields that every line has, like `component`, `pool`, `replica`; empty ones are left out.
     """
-    # not sys.stderr, in whose place Serve has a logger: it looks at the whole stack for every line, which cost
-    # an ingress a quarter of a request
+    # not sys.stderr, in whose place Serve has a logger: that looks at the whole stack for every line, which
+    # cost an ingress a quarter of a request
     handler = logging.StreamHandler(stream or sys.__stderr__)
     fields = {name: value for name, value in process.items() if value}
     handler.setFormatter(JsonFormatter(fields) if options.format == "json" else TextFormatter(fields))
