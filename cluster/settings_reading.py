@@ -1,6 +1,6 @@
 """From a deployment's YAML `args` to settings, and what is wrong with them in the YAML's own words.
 
-What a user may write, and its bounds, is in `settings`.
+What a user may write, and its bounds, is in `settings` and `settings_sections`.
 """
 
 import re

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridserve.cluster.settings import AppSettings, PoolSettings
+from hybridserve.cluster.settings import AppSettings
 from hybridserve.cluster.settings_reading import in_settings_words, load_settings
+from hybridserve.cluster.settings_sections import PoolSettings
 
 
 @pytest.fixture
