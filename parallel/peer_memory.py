@@ -25,6 +25,8 @@ ONE_SHOT_BYTES = {2: MAX_MESSAGE_BYTES, 4: 512 * 2**10, 8: 256 * 2**10}
 MAX_WIDTH = 16384
 """A program holds a whole row."""
 _EXCHANGE_S = 60.0
+_PAGE_BYTES = 2 * 2**20
+"""CUDA shares whole pages of this size with other processes: what is shared takes whole ones."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -205,11 +207,13 @@ class CudaDriver:
             raise Unreachable(f"the package cuda-bindings cannot be imported: {error}") from None
         self._cuda = runtime
         self._index = torch.device(device).index or 0
+        # made now: once it is needed, the device may be full of kernels that wait
+        self._stream = self._call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking)
 
     def allocate(self, num_bytes: int) -> int:
-        address = self._call("cudaMalloc", num_bytes)
-        self._call("cudaMemset", address, 0, num_bytes)
-        self._call("cudaDeviceSynchronize")
+        address = self._call("cudaMalloc", -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES)
+        self.fill(address, 0, num_bytes)
+        self._call("cudaStreamSynchronize", self._stream)
         return address
 
     def handle(self, address: int) -> bytes:
@@ -221,8 +225,7 @@ class CudaDriver:
         return self._call("cudaIpcOpenMemHandle", one, self._cuda.cudaIpcMemLazyEnablePeerAccess)
 
     def fill(self, address: int, value: int, num_bytes: int) -> None:
-        stream = self._call("cudaStreamCreateWithFlags", self._cuda.cudaStreamNonBlocking)
-        self._call("cudaMemsetAsync", address, value, num_bytes, stream)
+        self._call("cudaMemsetAsync", address, value, num_bytes, self._stream)
 
     def close(self, address: int) -> None:
         self._call("cudaIpcCloseMemHandle", address)
