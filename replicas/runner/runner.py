@@ -106,7 +106,7 @@ class ModelRunner:
     def make_graphs(
         self, limits: GraphLimits, graph: GraphMaker | None = None
     ) -> tuple[DecodeGraphs, PieceGraphs]:
-        """Graphs of this runner's steps, not captured yet, with their fixed memory. graph: None for CUDA's."""
+        """Graphs of this runner's steps, not captured yet, with their fixed memory; CUDA's by default."""
         graph = graph or partial(CapturedGraph, group=self._model.vocabulary.group)
         caches = self._storage.caches
         decode = DecodeGraphs(
