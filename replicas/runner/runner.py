@@ -141,7 +141,11 @@ class ModelRunner:
         """Nothing outside of this process could fail."""
 
     def shutdown(self) -> None:
-        """There is nothing outside of this process."""
+        """End what runs, which other ranks take part in, and let go of the graphs: a group that was given up
+        waits for their end."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._graphs = self._pieces = None
 
     def _run(self, plan: StepPlan) -> SubmittedStep:
         self._storage.copy(plan.copies)
