@@ -105,7 +105,9 @@ class Compilation:
         """threads: ptxas and LLVM leave Python's lock, so one a core."""
         self.num_kernels = len(launches)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compile")
-        self._running = [self._pool.submit(_in_context, launch.compile) for launch in launches]
+        # a thread's device is the first until it says otherwise, and what is compiled is kept by device
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._running = [self._pool.submit(_on_device, device, launch.compile) for launch in launches]
 
     def wait(self) -> None:
         """Until all are compiled; raises the first error."""
@@ -116,10 +118,9 @@ class Compilation:
             self._pool.shutdown(cancel_futures=True)
 
 
-def _in_context(compile_it: Callable[[], None]) -> None:
-    if torch.cuda.is_available():
-        # a thread has no CUDA context of its own until it asks for one
-        torch.cuda.set_device(torch.cuda.current_device())
+def _on_device(device: int | None, compile_it: Callable[[], None]) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)
     compile_it()
 
 

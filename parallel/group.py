@@ -6,6 +6,7 @@ the processes: the caller hands over a `Store` on which the ranks meet, so that 
 
 import logging
 import os
+import threading
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +19,8 @@ from hybridserve.parallel.peer_memory import PeerAllReduce, open_peers
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("gloo", "nccl")
+TIMEOUT_S = {"gloo": 60.0, "nccl": 600.0}
+"""Of a collective. NCCL's ends the process, and a rank may wait for one that still reads its weights."""
 FORCED_SWITCHES = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """Set in every rank before it connects GPUs: NVLink multicast is never used."""
 
@@ -68,14 +71,22 @@ class TensorParallelGroup:
     def abort(self) -> None:
         """End collectives that wait for a rank that is gone; callable from any thread. They raise, or return
         what means nothing, and the group cannot be used any more."""
-        if self.peers is not None:
-            self.peers.abort()
         # gloo's end by themselves when a connection breaks
         if dist.is_nccl_available() and isinstance(self.backend, dist.ProcessGroupNCCL):
-            self.backend.abort()
+            # ends them at once, but comes back only when no CUDA graph holds any of the group's
+            threading.Thread(target=_abort, args=(self.backend,), name="nccl abort", daemon=True).start()
+        if self.peers is not None:
+            self.peers.abort()
 
 
 SINGLE = TensorParallelGroup(rank=0, size=1)
+
+
+def _abort(backend: dist.Backend) -> None:
+    try:
+        backend.abort()
+    except RuntimeError as error:
+        logger.warning("NCCL could not be ended: %s", error)
 
 
 def connect(
@@ -84,15 +95,15 @@ def connect(
     store: dist.Store,
     *,
     backend: str = "gloo",
-    timeout_s: float = 60.0,
+    timeout_s: float | None = None,
     address: str | None = None,
 ) -> TensorParallelGroup:
     """Meet the other ranks on `store` and return this rank's group.
 
     The group is not registered as torch's default one: two replicas' groups can live in one process. gloo
-    listens on `address`, by default on what the host's name resolves to. With nccl the current device is the
-    rank's, and ranks that reach each other's memory share some (see `peer_memory`), unless the environment
-    has NCCL_P2P_DISABLE=1.
+    listens on `address`, by default on what the host's name resolves to. timeout_s: None for the backend's of
+    `TIMEOUT_S`. With nccl the current device is the rank's, and ranks that reach each other's memory share
+    some (see `peer_memory`), unless the environment has NCCL_P2P_DISABLE=1.
 
     Raises:
         ValueError: `backend` is neither gloo nor nccl, or `rank` is not in [0, size).
@@ -101,7 +112,7 @@ def connect(
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if size == 1:
         return TensorParallelGroup(rank, size)
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=TIMEOUT_S[backend] if timeout_s is None else timeout_s)
     if backend == "gloo":
         gloo = dist.ProcessGroupGloo._Options()
         gloo._timeout = timeout

@@ -5,6 +5,7 @@ other processes, which needs one host and peers that reach each other. NVLink's 
 nothing of what is summed.
 """
 
+import ctypes
 import logging
 import socket
 from collections.abc import Callable
@@ -25,6 +26,10 @@ ONE_SHOT_BYTES = {2: MAX_MESSAGE_BYTES, 4: 512 * 2**10, 8: 256 * 2**10}
 MAX_WIDTH = 16384
 """A program holds a whole row."""
 _EXCHANGE_S = 60.0
+_PAGE_BYTES = 2 * 2**20
+"""CUDA shares whole pages of this size with other processes: what is shared takes whole ones."""
+_HANDLE_BYTES = 64
+"""CUDA_IPC_HANDLE_SIZE."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -205,24 +210,27 @@ class CudaDriver:
             raise Unreachable(f"the package cuda-bindings cannot be imported: {error}") from None
         self._cuda = runtime
         self._index = torch.device(device).index or 0
+        # made now: once it is needed, the device may be full of kernels that wait
+        self._stream = self._call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking)
 
     def allocate(self, num_bytes: int) -> int:
-        address = self._call("cudaMalloc", num_bytes)
-        self._call("cudaMemset", address, 0, num_bytes)
-        self._call("cudaDeviceSynchronize")
+        address = int(self._call("cudaMalloc", -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES))
+        self.fill(address, 0, num_bytes)
+        self._call("cudaStreamSynchronize", self._stream)
         return address
 
     def handle(self, address: int) -> bytes:
-        return bytes(self._call("cudaIpcGetMemHandle", address).reserved)
+        one = self._call("cudaIpcGetMemHandle", address)
+        # by where it lies: how its bytes are named differs between versions of the bindings
+        return ctypes.string_at(one.getPtr(), _HANDLE_BYTES)
 
     def open(self, handle: bytes) -> int:
         one = self._cuda.cudaIpcMemHandle_t()
-        one.reserved = handle
-        return self._call("cudaIpcOpenMemHandle", one, self._cuda.cudaIpcMemLazyEnablePeerAccess)
+        ctypes.memmove(one.getPtr(), handle, _HANDLE_BYTES)
+        return int(self._call("cudaIpcOpenMemHandle", one, self._cuda.cudaIpcMemLazyEnablePeerAccess))
 
     def fill(self, address: int, value: int, num_bytes: int) -> None:
-        stream = self._call("cudaStreamCreateWithFlags", self._cuda.cudaStreamNonBlocking)
-        self._call("cudaMemsetAsync", address, value, num_bytes, stream)
+        self._call("cudaMemsetAsync", address, value, num_bytes, self._stream)
 
     def close(self, address: int) -> None:
         self._call("cudaIpcCloseMemHandle", address)
@@ -234,7 +242,10 @@ class CudaDriver:
         """Raises Unreachable naming the function and CUDA's error."""
         # the current device is a thread's own
         for function, given in (("cudaSetDevice", (self._index,)), (name, arguments)):
-            error, *values = getattr(self._cuda, function)(*given)
+            try:
+                error, *values = getattr(self._cuda, function)(*given)
+            except (AttributeError, TypeError, ValueError) as other:
+                raise Unreachable(f"{function} of cuda-bindings: {other}") from None
             if error != self._cuda.cudaError_t.cudaSuccess:
                 # it would be reported to who asks next
                 self._cuda.cudaGetLastError()

@@ -23,6 +23,13 @@ def _address(table, index, dtype: tl.constexpr):
 
 
 @triton.jit
+def _half(buffers, rank, start, dtype: tl.constexpr):
+    """Where the call's half of a rank's buffer begins."""
+    # an address out of a table is of no known alignment: without the hint every access is of one element
+    return tl.multiple_of(_address(buffers, rank, dtype) + start, 16)
+
+
+@triton.jit
 def _barrier(signals, program, which, rank, call, WORLD: tl.constexpr, LANES: tl.constexpr):
     """Tell every rank's program of the same number that this one is here, and wait until all have told."""
     lane = tl.arange(0, LANES)
@@ -84,7 +91,7 @@ def _one_shot_kernel(
     mask = cols < D
     dtype: tl.constexpr = total.dtype.element_ty
     if WRITES:
-        mine = _address(buffers, rank, dtype) + start
+        mine = _half(buffers, rank, start, dtype)
         for row in range(program, num_rows, tl.num_programs(0)):
             at = (tl.full([], 0, tl.int64) + row) * D + cols
             tl.store(mine + at, tl.load(x + at, mask, other=0.0), mask)
@@ -95,7 +102,7 @@ def _one_shot_kernel(
             at = (tl.full([], 0, tl.int64) + row) * D + cols
             acc = tl.zeros([BLOCK_D], tl.float32)
             for peer in tl.static_range(WORLD):
-                source = _address(buffers, peer, dtype) + start
+                source = _half(buffers, peer, start, dtype)
                 acc += tl.load(source + at, mask, other=0.0, volatile=True).to(tl.float32)
             if HAS_RESIDUAL:
                 acc += tl.load(residual + at, mask, other=0.0).to(tl.float32)
@@ -137,7 +144,7 @@ def _two_shot_kernel(
     cols = tl.arange(0, BLOCK_D)
     mask = cols < D
     dtype: tl.constexpr = total.dtype.element_ty
-    mine = _address(buffers, rank, dtype) + start
+    mine = _half(buffers, rank, start, dtype)
     step = tl.num_programs(0)
     turns = tl.cdiv(num_rows, WORLD)
     if WRITES:
@@ -156,7 +163,7 @@ def _two_shot_kernel(
                 at = (tl.full([], 0, tl.int64) + row) * D + cols
                 acc = tl.zeros([BLOCK_D], tl.float32)
                 for peer in tl.static_range(WORLD):
-                    source = _address(buffers, peer, dtype) + start
+                    source = _half(buffers, peer, start, dtype)
                     acc += tl.load(source + at, mask, other=0.0, volatile=True).to(tl.float32)
                 if HAS_RESIDUAL:
                     acc += tl.load(residual + at, mask, other=0.0).to(tl.float32)
@@ -170,7 +177,7 @@ def _two_shot_kernel(
                 row = turn * WORLD + peer
                 if row < num_rows:
                     at = (tl.full([], 0, tl.int64) + row) * D + cols
-                    source = _address(buffers, peer, dtype) + start
+                    source = _half(buffers, peer, start, dtype)
                     tl.store(total + at, tl.load(source + at, mask, other=0.0, volatile=True), mask)
 
 

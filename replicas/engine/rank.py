@@ -73,6 +73,8 @@ def _serve(start: RankStart, address: str, store: Store, watch: RootWatch) -> No
     gc.freeze()
     channel.board.report(RankState.READY)
     run_plans(channel, shard.runner)
+    # a process that ends takes its part of what still runs with it, and rank 0 would wait for that
+    shard.runner.shutdown()
     watch.stop()
     channel.close()
 

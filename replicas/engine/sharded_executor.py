@@ -58,7 +58,11 @@ class ShardedExecutor:
     def shutdown(self) -> None:
         """End the other ranks. No plan can be submitted any more."""
         self._is_shut_down = True
-        self._stop()
+        try:
+            # first: its last sums may still read the others' memory
+            self.runner.shutdown()
+        finally:
+            self._stop()
 
     def finish(self, step: RunningStep) -> StepResult:
         """Wait for a step on this rank."""

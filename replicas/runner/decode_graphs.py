@@ -9,6 +9,7 @@ with several shards also those with filters, which may have to ask the other sha
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -17,6 +18,7 @@ from hybridserve.parallel.vocabulary import VocabularyShard
 from hybridserve.replicas.engine.plan import SampleSpec, StepPlan
 from hybridserve.replicas.models.batch import ReplayRows, StepBatch
 from hybridserve.replicas.runner.batching import KNOWN, StepArrays
+from hybridserve.replicas.runner.captured_graph import CapturedGraph
 from hybridserve.replicas.runner.draws import Draws
 from hybridserve.replicas.runner.sampling import SampleArrays, Sampler, edits_logits, has_filters
 from hybridserve.replicas.runner.storage import ArenaStorage
@@ -101,9 +103,9 @@ class DecodeGraphs:
         self._tables = torch.zeros(self._rows, pages, dtype=torch.int32, device=device)
         self._logits = torch.empty(self._rows, vocabulary.count, dtype=torch.float32, device=device)
         self._always = torch.ones(self._rows, dtype=torch.bool, device=device)
-        self._models: dict[int, torch.cuda.CUDAGraph] = {}
-        self._greedy: dict[int, torch.cuda.CUDAGraph] = {}
-        self._sampled: dict[int, torch.cuda.CUDAGraph] = {}
+        self._models: dict[int, CapturedGraph] = {}
+        self._greedy: dict[int, CapturedGraph] = {}
+        self._sampled: dict[int, CapturedGraph] = {}
 
     @property
     def num_graphs(self) -> int:
@@ -121,17 +123,18 @@ class DecodeGraphs:
         """Capture all graphs, largest first, so that they share the largest one's memory."""
         self._stage_padding()
         pool = torch.cuda.graph_pool_handle()
-        for bucket in reversed(self._buckets):
-            for graphs, body in (
-                (self._models, self._step_model),
-                (self._greedy, self._draw_greedily),
-                (self._sampled, self._draw_sampled),
-            ):
-                # once outside: what a first call allocates for good must not lie in a graph's memory
+        kinds = (
+            (self._models, self._step_model),
+            (self._greedy, self._draw_greedily),
+            (self._sampled, self._draw_sampled),
+        )
+        buckets = self._buckets[::-1]
+        for bucket in buckets:
+            for _, body in kinds:
                 body(bucket)
-                graphs[bucket] = graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    body(bucket)
+        for bucket in buckets:
+            for graphs, body in kinds:
+                graphs[bucket] = CapturedGraph(partial(body, bucket), pool, self._vocabulary.group)
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether a step is decode rows alone that all draw, and not too many."""

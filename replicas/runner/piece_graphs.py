@@ -49,7 +49,7 @@ class Replayable(Protocol):
 
 
 GraphMaker = Callable[[Callable[[], None], object], Replayable]
-"""(body, memory pool) -> what does again, without the host's part, what body did."""
+"""(body, memory pool) -> what does again, without the host's part, what body did; it has run once before."""
 
 
 class PieceGraphs:
@@ -81,14 +81,20 @@ class PieceGraphs:
     def capture(self) -> None:
         """Capture all buckets, largest first, so that they share the largest one's memory."""
         pool = torch.cuda.graph_pool_handle() if self._token_ids.is_cuda else None
+        if pool is not None:
+            self.rehearse()
         for bucket in reversed(self._buckets):
             self._capture(bucket, pool)
 
     def rehearse(self) -> None:
         """Do what capturing would launch."""
-        for bucket in self._buckets:
-            for body in self._bodies(bucket, [None] * (len(self._mixers) + 1)):
+        for bucket in reversed(self._buckets):
+            results: list[Between | None] = [None] * (len(self._mixers) + 1)
+            for number, body in enumerate(self._bodies(bucket, results)):
                 body()
+                if number > 0:
+                    # the next one does not read it
+                    results[number - 1] = None
 
     def takes(self, num_tokens: int) -> bool:
         return num_tokens <= self._buckets[-1]
@@ -162,12 +168,3 @@ def plain_repeat(body: Callable[[], None], pool: object) -> Replayable:
     """For tests on a CPU."""
     body()
     return _Again(body)
-
-
-def cuda_graph(body: Callable[[], None], pool: object) -> Replayable:
-    """Run once outside, then capture: what a first call allocates for good must not lie in a graph."""
-    body()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        body()
-    return graph

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,10 +19,11 @@ from hybridserve.replicas.engine.plan import (
 )
 from hybridserve.replicas.models.batch import LayerCache, StepBatch
 from hybridserve.replicas.runner.batching import Batcher, StepArrays, build_batch
+from hybridserve.replicas.runner.captured_graph import CapturedGraph
 from hybridserve.replicas.runner.decode_graphs import DecodeGraphs
 from hybridserve.replicas.runner.denormals import flushed_denormals
 from hybridserve.replicas.runner.draws import Draws, FetchedDraws
-from hybridserve.replicas.runner.piece_graphs import GraphMaker, PieceGraphs, PieceModel, cuda_graph
+from hybridserve.replicas.runner.piece_graphs import GraphMaker, PieceGraphs, PieceModel
 from hybridserve.replicas.runner.sampling import Sampler
 from hybridserve.replicas.runner.storage import ArenaStorage
 
@@ -102,9 +104,10 @@ class ModelRunner:
         self.overlaps = device.type == "cuda" if overlaps is None else overlaps
 
     def make_graphs(
-        self, limits: GraphLimits, graph: GraphMaker = cuda_graph
+        self, limits: GraphLimits, graph: GraphMaker | None = None
     ) -> tuple[DecodeGraphs, PieceGraphs]:
-        """Graphs of this runner's steps, not captured yet, with their fixed memory."""
+        """Graphs of this runner's steps, not captured yet, with their fixed memory; CUDA's by default."""
+        graph = graph or partial(CapturedGraph, group=self._model.vocabulary.group)
         caches = self._storage.caches
         decode = DecodeGraphs(
             lambda batch: self._model.forward(batch, caches),
@@ -138,7 +141,11 @@ class ModelRunner:
         """Nothing outside of this process could fail."""
 
     def shutdown(self) -> None:
-        """There is nothing outside of this process."""
+        """End what runs, which other ranks take part in, and let go of the graphs: a group that was given up
+        waits for their end."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._graphs = self._pieces = None
 
     def _run(self, plan: StepPlan) -> SubmittedStep:
         self._storage.copy(plan.copies)

@@ -1,6 +1,7 @@
 """Launches that are noted instead of done: what is noted, once, and that no memory is held."""
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from hybridserve.kernels.compilation import Pointer, recorded_launches
+from hybridserve.kernels.compilation import Compilation, Pointer, recorded_launches
 
 
 def _add(x, y, out, size, stride, scale, BLOCK: tl.constexpr, KEEP: tl.constexpr):
@@ -77,3 +78,19 @@ def test_launches_are_done_again_afterwards():
         assert JITFunction.run is not run
         raise RuntimeError("stop")
     assert JITFunction.run is run
+
+
+def test_threads_compile_for_the_device_of_who_started_them(monkeypatch):
+    """A thread's own device is the first one, and Triton keeps what it compiled by device."""
+    here = threading.local()
+    here.device, seen = 3, []
+
+    class Noted:
+        def compile(self):
+            seen.append(here.device)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(here, "device", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(here, "device", device))
+    Compilation([Noted(), Noted()], 2).wait()
+    assert seen == [3, 3]

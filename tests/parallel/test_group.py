@@ -1,5 +1,7 @@
 """`TensorParallelGroup` without other processes (`test_layers.py` has them)."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,3 +32,30 @@ def test_several_ranks_need_a_backend() -> None:
 def test_unknown_backend() -> None:
     with pytest.raises(ValueError, match="backend must be one of gloo, nccl, got 'mpi'"):
         connect(0, 2, dist.HashStore(), backend="mpi")
+
+
+def test_aborting_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's end waits for graphs that only go later; the peers are told all the same."""
+    begun, may_end, ended = (threading.Event() for _ in range(3))
+
+    class Nccl:
+        def abort(self) -> None:
+            begun.set()
+            may_end.wait(30)
+            ended.set()
+            raise RuntimeError("timed out")
+
+    class Peers:
+        told = False
+
+        def abort(self) -> None:
+            self.told = True
+
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    peers = Peers()
+    TensorParallelGroup(0, 2, Nccl(), peers).abort()
+    assert peers.told and not ended.is_set()
+    assert begun.wait(30)
+    may_end.set()
+    assert ended.wait(30)

@@ -1,6 +1,10 @@
 """Sharing memory between ranks: threads in place of processes, and a driver whose memory is torch's."""
 
+import ctypes
+import enum
+import sys
 import threading
+import types
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +13,13 @@ import torch.distributed as dist
 
 from hybridserve.kernels.all_reduce import GIVEN_UP, MAX_PROGRAMS, signal_bytes
 from hybridserve.parallel import peer_memory
-from hybridserve.parallel.peer_memory import MAX_MESSAGE_BYTES, Unreachable, one_shot_bytes, open_peers
+from hybridserve.parallel.peer_memory import (
+    MAX_MESSAGE_BYTES,
+    CudaDriver,
+    Unreachable,
+    one_shot_bytes,
+    open_peers,
+)
 
 CPU = torch.device("cpu")
 HALF = 4096
@@ -133,3 +143,78 @@ def test_more_ranks_read_less_each() -> None:
 def test_without_cuda_the_reason_is_given() -> None:
     peers, reason = open_peers(0, 1, dist.HashStore(), CPU)
     assert peers is None and reason.startswith("rank 0: ")
+
+
+class Runtime:
+    """As `cuda.bindings.runtime` answers: an error and at most one value, of types of its own."""
+
+    cudaIpcMemLazyEnablePeerAccess = cudaStreamNonBlocking = 1
+
+    class cudaError_t(enum.IntEnum):  # noqa: N801
+        cudaSuccess = 0
+        cudaErrorInvalidDevice = 101
+
+    class cudaIpcMemHandle_t:  # noqa: N801
+        def __init__(self) -> None:
+            self.content = ctypes.create_string_buffer(64)
+
+        def getPtr(self) -> int:  # noqa: N802
+            return ctypes.addressof(self.content)
+
+    def __init__(self, fails: str = "") -> None:
+        self.calls: list[tuple] = []
+        self.fails = fails
+
+    def __getattr__(self, name: str) -> Callable[..., tuple]:
+        if not name.startswith("cuda"):
+            raise AttributeError(name)
+
+        def call(*arguments: object) -> tuple:
+            self.calls.append((name, *arguments))
+            if name == self.fails:
+                return (self.cudaError_t.cudaErrorInvalidDevice, None)
+            values = {"cudaMalloc": [2**40], "cudaStreamCreateWithFlags": ["stream"]}
+            if name == "cudaIpcGetMemHandle":
+                handle = self.cudaIpcMemHandle_t()
+                handle.content[:] = bytes(range(64))
+                values[name] = [handle]
+            if name == "cudaIpcOpenMemHandle":
+                values[name] = [int.from_bytes(arguments[0].content.raw[:2], "big")]
+            return (self.cudaError_t.cudaSuccess, *values.get(name, []))
+
+        return call
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    found = Runtime()
+    package = types.ModuleType("cuda.bindings")
+    package.runtime = found
+    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", package)
+    return found
+
+
+def test_cuda_is_asked_on_the_ranks_device(runtime: Runtime) -> None:
+    driver = CudaDriver(torch.device("cuda", 1))
+    address = driver.allocate(100)
+    assert driver.handle(address) == bytes(range(64))
+    assert driver.open(bytes(range(64))) == 1
+    driver.fill(address, GIVEN_UP, 8)
+    asked, told = runtime.calls[::2], runtime.calls[1::2]
+    assert asked == [("cudaSetDevice", 1)] * len(told)
+    # whole pages, zeroed before anybody is told of them
+    assert told[1:4] == [
+        ("cudaMalloc", 2 * 2**20),
+        ("cudaMemsetAsync", 2**40, 0, 100, "stream"),
+        ("cudaStreamSynchronize", "stream"),
+    ]
+    assert told[-1] == ("cudaMemsetAsync", 2**40, GIVEN_UP, 8, "stream")
+
+
+def test_what_cuda_refuses_is_named(runtime: Runtime) -> None:
+    driver = CudaDriver(torch.device("cuda", 1))
+    runtime.fails = "cudaIpcOpenMemHandle"
+    with pytest.raises(Unreachable, match="cudaIpcOpenMemHandle: cudaErrorInvalidDevice"):
+        driver.open(bytes(64))
+    assert runtime.calls[-1] == ("cudaGetLastError",)

@@ -1,8 +1,15 @@
 """One model on several GPUs gives what it gives on one; needs two at least."""
 
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
+from hybridserve.parallel.step_channel.watch import RankFailure
 from hybridserve.replicas.llm import LLM
 from hybridserve.replicas.sampling_params import SamplingParams
 
@@ -17,8 +24,8 @@ pytestmark = [
 ]
 
 
-def answers(demo_model, size: int, enforce_eager: bool, params: SamplingParams) -> list[list[int]]:
-    llm = LLM(
+def make(demo_model: Path, size: int, enforce_eager: bool) -> LLM:
+    return LLM(
         str(demo_model),
         tensor_parallel_size=size,
         device="cuda",
@@ -28,11 +35,15 @@ def answers(demo_model, size: int, enforce_eager: bool, params: SamplingParams) 
         enforce_eager=enforce_eager,
         show_progress=False,
     )
+
+
+def answers(demo_model: Path, size: int, enforce_eager: bool, params: SamplingParams) -> list[list[int]]:
+    llm = make(demo_model, size, enforce_eager)
     try:
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     finally:
         llm.shutdown()
-    return [output.outputs[0].token_ids for output in outputs]
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 @pytest.mark.parametrize(
@@ -49,5 +60,26 @@ def test_ranks_answer_as_one_gpu(demo_model, enforce_eager, params) -> None:
     for size in SIZES:
         found = answers(demo_model, size, enforce_eager, params)
         # fp32 sums in another order: a near tie may fall the other way, and few do
-        same = sum(list(a) == list(b) for a, b in zip(found, wanted, strict=True))
+        same = sum(a == b for a, b in zip(found, wanted, strict=True))
         assert same >= len(PROMPTS) - 1, (size, found, wanted)
+
+
+def test_a_rank_that_is_killed_ends_all_requests(demo_model) -> None:
+    """Graphs wait for it, with sums by reading peers and gathers by NCCL: both are given up."""
+    llm = make(demo_model, 2, enforce_eager=False)
+    ranks = llm.engine._executor._stop.__self__
+    killed = []
+
+    def kill() -> None:
+        os.kill(ranks._processes._processes[1].pid, signal.SIGKILL)
+        killed.append(time.monotonic())
+
+    timer = threading.Timer(0.5, kill)
+    timer.start()
+    long = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
+    with pytest.raises(RankFailure, match="rank 1 of 2 was killed by SIGKILL"):
+        llm.generate([[5] * 40, [7] * 90], long, use_tqdm=False)
+    assert time.monotonic() - killed[0] < 10.0
+    began = time.monotonic()
+    llm.shutdown()
+    assert time.monotonic() - began < 10.0

@@ -58,6 +58,15 @@ class Ranks:
         ]
 
 
+def warm_up(streams, x):
+    """Let every stream have memory of its own: once a rank waits, asking for it may wait for the rank."""
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.empty_like(x)
+            torch.cuda._sleep(1)
+    torch.cuda.synchronize()
+
+
 def messages(world_size, shape, dtype, device):
     return [torch.randn(shape, device=device).to(dtype) for _ in range(world_size)]
 
@@ -135,13 +144,13 @@ def test_a_message_that_does_not_fit_is_refused(device):
 @pytest.mark.skipif(not CUDA, reason="needs a GPU: ranks that run at once")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_that_run_at_once_wait_for_each_other(world_size, device):
-    """Many calls in a row, captured too; a rank that is late holds the others up and spoils nothing."""
+    """Many calls in a row; a rank that is late holds the others up and spoils nothing."""
     shape, dtype, calls = (16, 1024), torch.bfloat16, 20
     ranks = Ranks(world_size, bytes_for(shape, dtype), device)
     streams = [torch.cuda.Stream() for _ in range(world_size)]
     sent = [messages(world_size, shape, dtype, device) for _ in range(calls)]
     got: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
-    torch.cuda.synchronize()
+    warm_up(streams, sent[0][0])
     for call in range(calls):
         for rank, stream in enumerate(streams):
             with torch.cuda.stream(stream):
@@ -164,13 +173,29 @@ def test_waiting_ends_when_it_is_given_up(device):
     """A rank whose peer is gone spins until its signals are overwritten, and so do its later calls."""
     ranks = Ranks(2, 1024, device)
     x = torch.ones(1, 64, device=device)
+    other, waiting = torch.cuda.Stream(), torch.cuda.Event()
+    warm_up([other], x)
+    # what writes the bytes is loaded now, too
+    with torch.cuda.stream(other):
+        ranks.signals[0].view(torch.uint8).fill_(0)
     torch.cuda.synchronize()
     for _ in range(3):
         one_shot_all_reduce(ranks.memory[0], x)
-    waiting = torch.cuda.Event()
     waiting.record()
     assert not waiting.query()
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(other):
         ranks.signals[0].view(torch.uint8).fill_(GIVEN_UP)
     torch.cuda.synchronize()
     assert waiting.query()
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU: compiled kernels")
+@pytest.mark.parametrize("sum_up", [one_shot_all_reduce, two_shot_all_reduce])
+def test_peers_are_read_sixteen_bytes_at_a_time(sum_up, device):
+    """Addresses that come out of a table are not known to be aligned unless the kernel says so."""
+    ranks = Ranks(1, 4096, device)
+    sum_up(ranks.memory[0], torch.ones(1, 2048, dtype=torch.bfloat16, device=device))
+    kernel = getattr(triton_peers, f"_{sum_up.__name__.removesuffix('_all_reduce')}_kernel")
+    found = [one.asm["ptx"] for cache in kernel.device_caches.values() for one in cache[0].values()]
+    # what other tests compiled is among them
+    assert any(ptx.count("ld.volatile.global") == ptx.count("ld.volatile.global.v4.b32") > 0 for ptx in found)

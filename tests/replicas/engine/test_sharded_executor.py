@@ -25,6 +25,9 @@ class Runner:
             raise self.error
         return self
 
+    def shutdown(self) -> None:
+        self.events.append("end of this rank")
+
     def result(self) -> StepResult:
         if self.late_error is not None:
             raise self.late_error
@@ -121,7 +124,20 @@ def test_an_error_of_this_rank_ends_the_others(parts, error, monkeypatch) -> Non
 def test_shutdown(parts) -> None:
     executor, _, _, events = parts
     executor.shutdown()
-    assert events == [("stop",)]
+    # what runs here may still read the others' memory
+    assert events == ["end of this rank", ("stop",)]
     with pytest.raises(RuntimeError, match="the engine was shut down"):
         executor.submit(PLAN)
+    assert events[1:] == [("stop",)]
+
+
+def test_the_others_end_though_this_rank_cannot(parts, monkeypatch) -> None:
+    executor, runner, _, events = parts
+
+    def shutdown() -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(runner, "shutdown", shutdown)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        executor.shutdown()
     assert events == [("stop",)]
