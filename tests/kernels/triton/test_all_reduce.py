@@ -141,6 +141,10 @@ def test_ranks_that_run_at_once_wait_for_each_other(world_size, device):
     streams = [torch.cuda.Stream() for _ in range(world_size)]
     sent = [messages(world_size, shape, dtype, device) for _ in range(calls)]
     got: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
+    # so that each stream has memory for its results: asking for some may wait for kernels that wait
+    for rank, stream in enumerate(streams):
+        with torch.cuda.stream(stream):
+            torch.empty_like(sent[0][rank])
     torch.cuda.synchronize()
     for call in range(calls):
         for rank, stream in enumerate(streams):
