@@ -108,15 +108,25 @@ _WITH_RAY = (
     "tests/cluster/test_comm_benchmark.py",
     "tests/packaging/",
 )
+# on a GPU most of their time is compilation, minutes a file
+_COMPILING = ("tests/kernels/triton/", "tests/replicas/test_cuda.py")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several workers (pytest-xdist), a file's tests share one, and all that start Ray share one."""
+    """With several workers (pytest-xdist), a file's tests share one, and all that start Ray share one.
+
+    On a GPU tests that compile go to any.
+    """
+    import torch
     from xdist.scheduler import LoadScopeScheduling
+
+    alone = _COMPILING if torch.cuda.is_available() else ()
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith(alone):
+                return nodeid
             return "ray" if nodeid.startswith(_WITH_RAY) else nodeid.partition("::")[0]
 
     return Scheduling(config, log)

@@ -68,9 +68,9 @@ def _pieces(context_len: int) -> tuple[list[int], int]:
 
 
 def _filled(x: torch.Tensor, length: int) -> torch.Tensor:
-    """x [L, ...] with zeros behind, [length, ...]."""
+    """x [L, ...] with zeros behind, [length, ...], dense: cuDNN builds a plan for other strides, too."""
     if x.shape[0] == length:
-        return x
+        return x.contiguous()
     out = x.new_zeros(length, *x.shape[1:])
     out[: x.shape[0]] = x
     return out

@@ -30,12 +30,13 @@ def moe_experts_reference(
     ids: torch.Tensor,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `dispatch.moe_experts`, in the dtype of x and without rounding in between."""
+    """As `dispatch.moe_experts`, in the dtype of x, whatever that of w13 and w2, and without rounding in
+    between."""
     out = torch.zeros_like(x) if residual is None else residual.clone()
     for token, chosen in enumerate(ids.tolist()):
         for slot, expert in enumerate(chosen):
             if expert >= 0:
-                gate, up = (w13[expert] @ x[token]).chunk(2)
+                gate, up = (w13[expert].to(x.dtype) @ x[token]).chunk(2)
                 act = gate / (1 + torch.exp(-gate)) * up
-                out[token] += weights[token, slot] * (w2[expert] @ act)
+                out[token] += weights[token, slot] * (w2[expert].to(x.dtype) @ act)
     return out

@@ -91,6 +91,8 @@ class DummyTensor:
             if dim:
                 values = values.narrow(dim, start, end - start)
             copy_rows(target[low - first : high - first], values)
+            # or it would live until the next one is drawn
+            del values
 
     def _block(self, begin: int, stop: int, generator: torch.Generator) -> torch.Tensor:
         """fp32 rows [begin, stop), which must be a block's."""

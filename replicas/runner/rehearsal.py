@@ -103,7 +103,9 @@ class Rehearsal:
         lone += [(size, 0) for size in self._between]
         short = [(SHORT, 0)] * self._counts[-1]
         mixed = [(1, SHORT), (SHORT, 0)]
-        groups = [*([chunk] for chunk in lone), *(short[:count] for count in self._counts), mixed]
+        # of a single token every part of a projection is dense, for which the gated norm has a form
+        single = [(1, 0)]
+        groups = [*([chunk] for chunk in lone), *(short[:count] for count in self._counts), single, mixed]
         plans = [self._plan(group) for group in groups]
         plans += [self._plan(short[:1], sampling) for sampling in SAMPLINGS]
         moves = self._moves()

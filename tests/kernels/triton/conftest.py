@@ -1,6 +1,6 @@
 """Shared by the tests of Triton kernels: the device, and how many variants a kernel has compiled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,6 +10,14 @@ import torch
 def device() -> torch.device:
     """The GPU, or the CPU, where Triton interprets its kernels and tests use small shapes."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _memory_for_others() -> Iterator[None]:
+    """Tests of several processes share the GPU, and some take a tenth of its memory."""
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -325,13 +325,17 @@ def test_write_kv_stores_its_slots_and_skips_negative_ones(device: torch.device)
     assert torch.equal(before.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("context", [0, 20, 32, 48, 80, 93])
-def test_the_fused_forms_pieces_and_filling(context: int, device: torch.device, monkeypatch):
+@pytest.mark.parametrize(
+    ("new", "context"), [(60, 0), (60, 20), (60, 32), (60, 48), (60, 80), (60, 93), (64, 0), (64, 48)]
+)
+def test_the_fused_forms_pieces_and_filling(new: int, context: int, device: torch.device, monkeypatch):
     """With a plain stand-in for cuDNN's operator: how its results are put together."""
     asked = []
 
     def stand_in(q, k, v, scale, *, causal):
         asked.append((len(q), len(k)))
+        # a plan is of strides, too
+        assert all(x.is_contiguous() for x in (q, k, v))
         group = q.shape[1] // k.shape[1]
         scores = torch.einsum("qhd,khd->hqk", q.float(), k.float().repeat_interleave(group, 1)) * scale
         if causal:
@@ -342,10 +346,12 @@ def test_the_fused_forms_pieces_and_filling(context: int, device: torch.device, 
     monkeypatch.setattr(fused, "_cudnn", stand_in)
     monkeypatch.setattr(fused, "CONTEXT_PIECES", (32, 16))
     monkeypatch.setattr(choice, "FUSED_LENGTHS", (64,))
-    new, scale = 60, 0.125
+    scale = 0.125
     paged = make_pages((new + context,), 1, 64, DTYPE, device)
     q = torch.randn(new, 2, 64, device=device, dtype=DTYPE)
-    own = (paged.k[0][context:], paged.v[0][context:], paged.keys, paged.values, paged.block_tables[0])
+    # values are a part of each token's projection
+    v = torch.cat((paged.v[0], paged.k[0]), 2)[context:, :, :64]
+    own = (paged.k[0][context:], v, paged.keys, paged.values, paged.block_tables[0])
     with poisoned_memory():
         out = fused.attention_prefill(q, *own, context, scale=scale)
     exact, plain = truth_and_plain([q], paged, scale, None)
