@@ -153,7 +153,7 @@ def run_all(args: argparse.Namespace) -> dict[str, tuple[Measured, Figures, Clie
     runs = {}
     for name in ("pools", "merged") if args.compare else ("server",):
         with started(args.config, merged=name == "merged") as file:
-            folder = args.tokenizer or file.settings.model.path
+            folder = args.tokenizer or file.settings.model.tokenizer_path
             runs[name] = run(args, file.url, folder, load, edges, slo)
     return runs
 
