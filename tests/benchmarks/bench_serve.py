@@ -179,8 +179,8 @@ def main() -> None:
         for name, one in run_all(args):
             runs[name] = one
             heading = (
-                f"{datetime.datetime.now():%Y-%m-%d %H:%M}, {platform.machine()}, {os.cpu_count()} cores, load "
-                f"{os.getloadavg()[0]:.1f}; {' '.join(sys.argv[1:])}"
+                f"{datetime.datetime.now():%Y-%m-%d %H:%M}, {platform.machine()}, {os.cpu_count()} cores, "
+                f"load {os.getloadavg()[0]:.1f}; {' '.join(sys.argv[1:])}"
             )
             if args.json:
                 content = {"heading": heading, "runs": {key: as_json(*each) for key, each in runs.items()}}
