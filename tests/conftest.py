@@ -14,15 +14,20 @@ from typing import Any
 import hypothesis
 import pytest
 
+# the same examples in every run, so that a change's tests fail by the change; `search` looks for new ones.
 # how long an example takes says nothing where several processes share the cores
-hypothesis.settings.register_profile("any-machine", deadline=None)
-hypothesis.settings.load_profile("any-machine")
+hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 os.environ.update(
     # a local test cluster needs no tokens, and no test may reach for the network
     RAY_AUTH_MODE="disabled",
     RAY_USAGE_STATS_ENABLED="0",
     HF_HUB_OFFLINE="1",
+    # on a machine that is busy a proxy takes longer than Serve would wait before it kills it
+    RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S="120",
+    RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S="60",
     # one thread a process: tests start several processes on few cores
     OMP_NUM_THREADS="1",
     MKL_NUM_THREADS="1",

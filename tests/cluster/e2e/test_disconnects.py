@@ -11,8 +11,8 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle")]
 
 LONG = {"model": "demo", "prompt": "import os\n", "max_tokens": 1900, "extra_body": {"ignore_eos": True}}
-# a step takes some 10 ms here; the rest is the way through proxy and ingress, and back to the scraper
-SOON_S = 1.0
+# a step takes some 10 ms here, and an answer that nobody ends 20 s; the rest is for a machine that is busy
+SOON_S = 5.0
 
 
 def nothing(occupancy: tuple[float, ...]) -> bool:
@@ -41,12 +41,15 @@ def test_a_client_that_waits_for_a_whole_answer_and_gives_up(server, client: ope
 
 
 def test_a_client_that_leaves_while_its_prompt_is_read(server) -> None:
-    before = server.metrics()["hybridserve_prompt_tokens_total"]
+    before = server.metrics()
     body = {"model": "demo", "prompt": [7] * 2000, "max_tokens": 40, "stream": True}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.1)
     assert server.seconds_until(nothing) < SOON_S
-    assert server.metrics()["hybridserve_prompt_tokens_total"] == before + 2000
+    after = server.metrics()
+    assert after["hybridserve_prompt_tokens_total"] == before["hybridserve_prompt_tokens_total"] + 2000
+    cancelled = "hybridserve_requests_total{cancelled}"
+    assert after[cancelled] == before.get(cancelled, 0) + 1
 
 
 def test_many_that_leave_at_different_moments(server, client: openai.OpenAI) -> None:
@@ -63,7 +66,7 @@ def test_many_that_leave_at_different_moments(server, client: openai.OpenAI) -> 
 
 def test_neighbours_go_on(server, client: openai.OpenAI, offline) -> None:
     prompt = "def fibonacci(n):"
-    sampling = {"temperature": 0, "max_tokens": 150}
+    sampling = {"temperature": 0, "max_tokens": 500}
     [[wanted]] = offline([prompt], ignore_eos=True, **sampling)
     before = server.metrics()
 

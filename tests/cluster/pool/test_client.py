@@ -114,10 +114,10 @@ async def test_tokens_come_one_by_one_from_the_bus(fake_factory) -> None:
 
 async def test_the_end_on_the_bus_is_enough(fake_factory) -> None:
     async with local_pool(fake_factory()) as pool:
-        pool.handle.delay_s = 3.0
+        pool.handle.delay_s = 20.0
         began = time.monotonic()
         assert await pool.tokens(request()) == list(range(5, 15))
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 10.0
 
 
 async def test_many_at_once(fake_factory) -> None:

@@ -99,7 +99,8 @@ async def test_a_cancelled_call_frees_the_engine_even_without_the_bus(
     fake_factory, undeploy, monkeypatch
 ) -> None:
     undeploy("cancel")
-    handle = deploy(fake_factory(step_s=0.01), "cancel")
+    # to its end the answer would take 12 s
+    handle = deploy(fake_factory(step_s=0.05), "cancel")
     listener = BusListener("127.0.0.1")
     await listener.start()
     monkeypatch.setattr(listener, "cancel", lambda stream: None)
@@ -108,7 +109,7 @@ async def test_a_cancelled_call_frees_the_engine_even_without_the_bus(
     await outputs.aclose()
     began = time.monotonic()
     await until_idle(handle)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 6.0
     await listener.close()
 
 
@@ -128,7 +129,7 @@ async def test_a_dead_engine_fails_all_calls_and_is_replaced(fake_factory, undep
         await tokens(client, request(prompt))
     with pytest.raises(PoolError, match="died"):
         await long
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 10.0
     assert not await client.ready()
     deadline = time.monotonic() + 30
     while True:

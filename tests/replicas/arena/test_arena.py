@@ -49,6 +49,7 @@ class ArenaMachine(RuleBasedStateMachine):
         got = self.arena.allocate_unit(units) and self.arena.allocate_pages(pages, table)
         assert got == fits, "fits() and allocate disagree"
         if not got:
+            # what was moved for it stays where it is, and is copied with the next step
             self.arena.release(units, table)
             assert not units and not table
             return
@@ -100,9 +101,11 @@ class ArenaMachine(RuleBasedStateMachine):
         if not hasattr(self, "arena"):
             return
         self.arena.check_integrity()
+        # what is moved and not yet copied still lies where it was
+        of_units, of_pages = self.arena._unit_moves, self.arena._page_moves
         for units, table, unit_names, page_names in self.holders:
-            assert [self.shadow["unit", u] for u in units] == unit_names
-            assert [self.shadow["page", p] for p in table] == page_names
+            assert [self.shadow["unit", of_units.get(u, u)] for u in units] == unit_names
+            assert [self.shadow["page", of_pages.get(p, p)] for p in table] == page_names
 
     def teardown(self):
         for units, table, _, _ in getattr(self, "holders", []):
