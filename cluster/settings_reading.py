@@ -11,6 +11,8 @@ from pydantic import ValidationError
 
 from hybridserve.cluster.access.key_file import read_keys
 from hybridserve.cluster.settings import AppSettings, describe_error
+from hybridserve.cluster.settings_sections import ModelSettings
+from hybridserve.replicas.models.config import is_shape_file
 
 
 def in_settings_words(message: str) -> str:
@@ -41,24 +43,17 @@ def parse_settings(args: object) -> AppSettings:
 
 
 def load_settings(args: object, base: Path) -> AppSettings:
-    """Settings from YAML `args`, the model's path made absolute against `base`.
+    """Settings from YAML `args`, the paths of model and tokenizer made absolute against `base`.
 
     Raises:
         ValueError: a key is unknown, missing or has a bad value (each is named), the model is not there, or
             the file of API keys cannot be used.
     """
     settings = parse_settings(args)
-    path = (base / Path(settings.model.path).expanduser()).resolve()
-    if path.is_file():
-        raise ValueError(
-            f"bad configuration: model.path {settings.model.path!r} is a file; a server needs the folder of "
-            "a checkpoint, with its tokenizer"
-        )
-    if not (path / "config.json").is_file():
-        raise ValueError(
-            f"bad configuration: model.path {settings.model.path!r}: there is no {path}/config.json"
-        )
-    model = settings.model.model_copy(update={"path": str(path)})
+    try:
+        model = _resolved_model(settings.model, base)
+    except ValueError as error:
+        raise ValueError(f"bad configuration: {error}") from None
     access = settings.access.resolved(base)
     if access.keys_file is not None:
         try:
@@ -66,3 +61,31 @@ def load_settings(args: object, base: Path) -> AppSettings:
         except ValueError as error:
             raise ValueError(f"bad configuration: {error}") from None
     return settings.model_copy(update={"model": model, "access": access})
+
+
+def _resolved_model(model: ModelSettings, base: Path) -> ModelSettings:
+    """With absolute paths. Raises ValueError when the model or its tokenizer is not there."""
+    path = (base / Path(model.path).expanduser()).resolve()
+    if path.is_file():
+        if not is_shape_file(path):
+            raise ValueError(
+                f"model.path {model.path!r} is a file, and neither a checkpoint's folder nor a shape"
+            )
+        if model.load_format != "dummy":
+            raise ValueError(
+                f"model.path {model.path!r} is a shape without weights: set model.load_format to dummy for "
+                f"random ones, got {model.load_format!r}"
+            )
+        if model.tokenizer is None:
+            raise ValueError(
+                f"model.path {model.path!r} is a shape, which has no tokenizer: model.tokenizer must name a "
+                "folder that has one"
+            )
+    elif not (path / "config.json").is_file():
+        raise ValueError(f"model.path {model.path!r}: there is no {path}/config.json")
+    if model.tokenizer is None:
+        return model.model_copy(update={"path": str(path)})
+    tokenizer = (base / Path(model.tokenizer).expanduser()).resolve()
+    if not (tokenizer / "tokenizer.json").is_file():
+        raise ValueError(f"model.tokenizer {model.tokenizer!r}: there is no {tokenizer}/tokenizer.json")
+    return model.model_copy(update={"path": str(path), "tokenizer": str(tokenizer)})

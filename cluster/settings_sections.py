@@ -22,6 +22,7 @@ from hybridserve.cluster.pool.retry import RetryPolicy
 from hybridserve.cluster.routing.pool_spec import PoolLimits, PoolSpec, ReplicaRange
 from hybridserve.cluster.scaling.policy import ScalingRule
 from hybridserve.cluster.sizes import parse_size
+from hybridserve.replicas.models.config import is_shape_file
 
 _BUDGET_PER_SEQUENCE = 4096
 
@@ -46,16 +47,23 @@ class ModelSettings(Section):
     """Which model, and how it is read."""
 
     path: Annotated[str, Field(min_length=1)]
-    """Folder of a Hugging Face checkpoint; a relative one starts at the folder `serve run` was started in."""
+    """Folder of a Hugging Face checkpoint; a relative one starts at the folder `serve run` was started in.
+    With `load_format` "dummy" also a shape, a file like those of configs/models."""
     name: str | None = None
-    """The name clients use; by default the folder's."""
+    """The name clients use; by default the folder's or the file's, without its suffix."""
+    tokenizer: Annotated[str, Field(min_length=1)] | None = None
+    """Folder with the tokenizer's files; by default the model's."""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_context_length: PositiveInt | None = None
     load_format: Literal["auto", "dummy"] = "auto"
 
     @property
     def served_name(self) -> str:
-        return self.name or Path(self.path).name
+        return self.name or (Path(self.path).stem if is_shape_file(self.path) else Path(self.path).name)
+
+    @property
+    def tokenizer_path(self) -> str:
+        return self.tokenizer or self.path
 
 
 class ParallelSettings(Section):

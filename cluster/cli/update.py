@@ -27,7 +27,7 @@ def update(
     settings = parse_settings(application.get("args", {}))
     for spec in settings.pool_specs():
         settings.engine_config("cpu", spec)
-    if Path(settings.model.path).is_dir():
+    if Path(settings.model.path).exists():
         # elsewhere it is a path of the cluster's nodes
         check_shards(settings)
     # imported late: it takes Ray, and a mistake in the file is to be told at once

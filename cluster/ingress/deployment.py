@@ -99,7 +99,7 @@ class Ingress:
         observers = Observers(self._name, self._tracer, self._other_ingresses)
         self._api = build_api(
             self._router,
-            Tokenizer.load(settings.model.path),
+            Tokenizer.load(settings.model.tokenizer_path),
             options,
             load_generation_defaults(settings.model.path),
             observers,

@@ -1,13 +1,20 @@
-"""What serving over HTTP adds to the engine: time to the first token, time per token, 16 clients, start-up.
+"""What serving over HTTP adds to the engine: time to the first token, time per token, many clients, start-up.
 
     python tests/benchmarks/bench_http.py [--config configs/demo.yaml] [--threads N] [--json out.json]
+    python tests/benchmarks/bench_http.py --config tests/benchmarks/serve/h200-9b.yaml --clients 256 \
+        --client-prompt-tokens 512 --new-tokens 129 512 --prompt-tokens 512 8192
 
 Starts `hybridserve serve` on a free port, and beside it the same engine (built by the server's own factory
 from the same settings, so with the same threads and waiting) in a process of its own, without HTTP or Ray. A
 sample asks first one and then the other for the same new prompt, after the same pause; medians are compared.
 The client keeps one connection, and its clock runs from the request to the first event with text. The
 engine's clock runs from the request to the end of the step that made the first token. Prompts go as text, so
-that HTTP pays for tokenising. Run it on an otherwise idle machine.
+that HTTP pays for tokenising. The many clients are streams in processes of their own that begin at once, as
+the engine's requests do, with prompts of random ids; both clocks run to the last token. Both engines share
+the device, one of them idle, so on a GPU the config's `cache_memory` must leave room for two. Run it on an
+otherwise idle machine.
+
+Every row is printed, and the JSON file written anew, as soon as it is measured.
 """
 
 import argparse
@@ -25,43 +32,50 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Literal
 
+import aiohttp
 import httpx
 import yaml
 from rich.console import Console
 from rich.table import Table
 
-from hybridserve.cluster.cli.serve import ServeFile, read_serve_file
-from hybridserve.cluster.pool.engine_factory import CheckpointEngine
-from hybridserve.replicas.engine.config import EngineConfig
-from hybridserve.replicas.sampling_params import SamplingParams
-from hybridserve.replicas.text.tokenizer import Tokenizer
+sys.path.insert(0, str(Path(__file__).parent))
 
-NEW_TOKENS = 64
-CLIENTS = 16
+from serve.client import Target  # noqa: E402
+from serve.crowd import Crowd  # noqa: E402
+
+from hybridserve.cluster.cli.serve import ServeFile, read_serve_file  # noqa: E402
+from hybridserve.cluster.pool.engine_factory import CheckpointEngine  # noqa: E402
+from hybridserve.replicas.engine.config import EngineConfig  # noqa: E402
+from hybridserve.replicas.sampling_params import SamplingParams  # noqa: E402
+from hybridserve.replicas.text.tokenizer import Tokenizer  # noqa: E402
+
 PAUSE_S = 0.1
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 300.0
+Row = dict[str, float]
 
 
 def engine_process(config: EngineConfig, pipe: Connection) -> None:
-    """Answer each prompt with (seconds to its first token, seconds of the later steps, their tokens)."""
+    """Answer prompts that come at once with seconds to the first token of any, and of all later steps."""
     engine = CheckpointEngine(config)().engine
     pipe.send("ready")
     while (ask := pipe.recv()) is not None:
-        prompt, max_tokens = ask
+        prompts, max_tokens = ask
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         began = time.perf_counter()
-        engine.add_request("bench", prompt, params)
+        for index, prompt in enumerate(prompts):
+            engine.add_request(f"bench-{index}", prompt, params)
         while not engine.step():
             continue
         first = time.perf_counter()
         while engine.has_unfinished():
             engine.step()
-        pipe.send((first - began, time.perf_counter() - first, max_tokens - 1))
+        pipe.send((first - began, time.perf_counter() - first))
 
 
 @contextmanager
@@ -115,7 +129,7 @@ class Client:
         self._path = f"{file.url}/v1/completions"
         self._model = file.settings.model.served_name
 
-    async def stream(self, http: httpx.AsyncClient, prompt: str, max_tokens: int) -> list[float]:
+    async def stream(self, http: aiohttp.ClientSession, prompt: str, max_tokens: int) -> list[float]:
         """When each event with a choice arrived, in seconds since the request."""
         body = {
             "model": self._model,
@@ -127,10 +141,10 @@ class Client:
         }
         arrivals = []
         began = time.perf_counter()
-        async with http.stream("POST", self._path, json=body) as response:
+        async with http.post(self._path, json=body) as response:
             response.raise_for_status()
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
+            async for line in response.content:
+                if line.startswith(b"data: {"):
                     arrivals.append(time.perf_counter() - began)
         return arrivals
 
@@ -143,25 +157,42 @@ class Prompts:
         folder = Path(__file__).resolve().parents[2]
         files = sorted((folder / "replicas").rglob("*.py"))
         self._lines = [line for file in files for line in file.read_text().splitlines(keepends=True)]
+        self._ids = [one for one in range(tokenizer.vocab_size) if not tokenizer.is_special(one)]
         self._random = random.Random(0)
 
     def make(self, num_tokens: int) -> tuple[str, list[int]]:
         """A text and its token ids, cut at `num_tokens` (cut again where the text's end merges anew)."""
-        lines = self._random.sample(self._lines, min(len(self._lines), num_tokens))
+        # a line has several tokens whatever the vocabulary
+        count = min(len(self._lines), 8 + num_tokens // 3)
+        lines = self._random.sample(self._lines, count)
         text = self.tokenizer.decode(self.tokenizer.encode("".join(lines))[:num_tokens])
         return text, self.tokenizer.encode(text)
+
+    def make_ids(self, num_tokens: int) -> list[int]:
+        """Exactly so many ordinary tokens, at random."""
+        return self._random.choices(self._ids, k=num_tokens)
+
+
+def one_connection() -> aiohttp.ClientSession:
+    """aiohttp's, as it costs less than httpx, and what the client costs is measured too."""
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120))
+
+
+def ask_engine(engine: Connection, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[float, float]:
+    """Seconds to the first token of any prompt, and of all later steps."""
+    engine.send((prompts, max_tokens))
+    return engine.recv()
 
 
 async def measure_first_token(
     client: Client, engine: Connection, prompts: Prompts, num_tokens: int, samples: int
-) -> dict[str, float]:
+) -> Row:
     offline, online = [], []
-    async with httpx.AsyncClient(timeout=60) as http:
+    async with one_connection() as http:
         for sample in range(samples + 3):
             text, token_ids = prompts.make(num_tokens)
             await asyncio.sleep(PAUSE_S)
-            engine.send((token_ids, 1))
-            alone = engine.recv()[0]
+            alone, _ = ask_engine(engine, [token_ids], 1)
             await asyncio.sleep(PAUSE_S)
             arrivals = await client.stream(http, text, 1)
             # the first few warm caches and connections
@@ -172,40 +203,83 @@ async def measure_first_token(
     return {"engine": engine_ms, "http": http_ms, "added": http_ms - engine_ms}
 
 
-async def measure_tokens(
-    client: Client, engine: Connection, prompts: Prompts, rounds: int
-) -> dict[str, dict[str, float]]:
-    """Milliseconds a token of one client, and tokens/s of 16."""
-    alone, single, many = [], [], []
-    async with httpx.AsyncClient(timeout=120) as http:
+async def measure_one_client(
+    client: Client, engine: Connection, prompts: Prompts, new_tokens: int, rounds: int
+) -> Row:
+    """Milliseconds a token."""
+    alone, single = [], []
+    async with one_connection() as http:
         for _ in range(rounds):
             text, token_ids = prompts.make(48)
-            engine.send((token_ids, NEW_TOKENS))
-            _, seconds, tokens = engine.recv()
-            alone.append(seconds / tokens * 1e3)
-            arrivals = await client.stream(http, text, NEW_TOKENS)
+            _, seconds = ask_engine(engine, [token_ids], new_tokens)
+            alone.append(seconds / (new_tokens - 1) * 1e3)
+            arrivals = await client.stream(http, text, new_tokens)
             # an event may hold no text of its own or several tokens': time counts, not events
-            single.append((arrivals[-1] - arrivals[0]) / (NEW_TOKENS - 1) * 1e3)
-            texts = [prompts.make(64)[0] for _ in range(CLIENTS)]
-            began = time.perf_counter()
-            await asyncio.gather(*(client.stream(http, text, NEW_TOKENS) for text in texts))
-            many.append(CLIENTS * NEW_TOKENS / (time.perf_counter() - began))
+            single.append((arrivals[-1] - arrivals[0]) / (new_tokens - 1) * 1e3)
     ms, http_ms = statistics.median(alone), statistics.median(single)
+    return {"engine": ms, "http": http_ms, "added": http_ms - ms}
+
+
+def measure_crowd(
+    crowd: Crowd, engine: Connection, prompts: Prompts, shape: tuple[int, int, int], rounds: int
+) -> Row:
+    """Tokens/s of answers from all requests at once to the last token. shape: clients, prompt, new tokens."""
+    clients, length, new_tokens = shape
+
+    def batch() -> list[list[int]]:
+        return [prompts.make_ids(length) for _ in range(clients)]
+
+    # neither the first batch of its size nor a server's first connections are what is measured
+    ask_engine(engine, batch(), 4)
+    crowd.send(batch(), 4)
+    alone, served, firsts, joined = [], [], [], []
+    for _ in range(rounds):
+        alone.append(clients * new_tokens / sum(ask_engine(engine, batch(), new_tokens)))
+        found = crowd.send(batch(), new_tokens)
+        served.append(found.tokens / found.seconds)
+        firsts.append(statistics.median(found.first_token_s) * 1e3)
+        joined.append(found.tokens_per_event)
+    rate, http_rate = statistics.median(alone), statistics.median(served)
     return {
-        "ms a token, 1 client": {"engine": ms, "http": http_ms, "added": http_ms - ms},
-        f"tokens/s, {CLIENTS} clients": {"http": statistics.median(many)},
+        "engine": rate,
+        "http": http_rate,
+        "added": http_rate - rate,
+        "share": http_rate / rate,
+        "least share": min(one / other for one, other in zip(served, alone, strict=True)),
+        "median ms to first token": statistics.median(firsts),
+        "tokens an event": statistics.median(joined),
     }
 
 
 async def measure(
-    file: ServeFile, engine: Connection, lengths: list[int], samples: int
-) -> dict[str, dict[str, float]]:
-    client, prompts = Client(file), Prompts(Tokenizer.load(file.settings.model.path))
-    rows = {}
-    for length in lengths:
+    file: ServeFile, engine: Connection, args: argparse.Namespace
+) -> AsyncIterator[tuple[str, Row]]:
+    """Names and rows, as they are measured."""
+    client, prompts = Client(file), Prompts(Tokenizer.load(file.settings.model.tokenizer_path))
+    rounds = args.rounds or max(3, args.samples // 6)
+    for length in args.prompt_tokens:
         name = f"ms to first token, prompt of {length}"
-        rows[name] = await measure_first_token(client, engine, prompts, length, samples)
-    return {**rows, **await measure_tokens(client, engine, prompts, max(3, samples // 6))}
+        yield name, await measure_first_token(client, engine, prompts, length, args.samples)
+    yield (
+        "ms a token, 1 client",
+        await measure_one_client(client, engine, prompts, args.new_tokens[0], rounds),
+    )
+    with Crowd(Target(file.url, file.settings.model.served_name), args.clients) as crowd:
+        for new_tokens in args.new_tokens:
+            name = f"tokens/s, {args.clients} clients, {args.client_prompt_tokens} + {new_tokens} tokens"
+            shape = (args.clients, args.client_prompt_tokens, new_tokens)
+            # the crowd has processes of its own, and nothing else goes on here
+            yield name, measure_crowd(crowd, engine, prompts, shape, rounds)
+
+
+def device_of(file: ServeFile) -> Literal["cpu", "cuda"]:
+    """Where the server's engine runs, by the config or what this machine has."""
+    if file.settings.serving.device != "auto":
+        return file.settings.serving.device
+    # only to look: the engines have processes of their own
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def free_port() -> int:
@@ -228,41 +302,66 @@ def with_threads(config: Path, threads: int | None) -> Iterator[Path]:
         yield written
 
 
-def show(rows: dict[str, dict[str, float]], heading: str) -> None:
-    table = Table(title=heading)
-    for column in ("what", "engine alone", "over HTTP", "added"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    for name, row in rows.items():
-        cells = (f"{row[key]:.1f}" if key in row else "" for key in ("engine", "http", "added"))
-        table.add_row(name, *cells)
-    Console(width=110).print(table)
+class Report:
+    """Rows as they come: a line each, and the JSON file anew."""
+
+    def __init__(self, heading: str, path: Path | None) -> None:
+        self._heading = heading
+        self._path = path
+        self._rows: dict[str, Row] = {}
+        print(heading, flush=True)
+
+    def add(self, name: str, row: Row) -> None:
+        self._rows[name] = row
+        print(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
+        if self._path:
+            self._path.write_text(json.dumps({"heading": self._heading, "rows": self._rows}, indent=1))
+
+    def show(self) -> None:
+        table = Table(title=self._heading)
+        for column in ("what", "engine alone", "over HTTP", "added"):
+            table.add_column(column, justify="left" if column == "what" else "right")
+        for name, row in self._rows.items():
+            cells = (f"{row[key]:,.1f}" if key in row else "" for key in ("engine", "http", "added"))
+            table.add_row(name, *cells)
+        Console(width=110).print(table)
 
 
-def main() -> None:
+async def measure_all(file: ServeFile, engine: Connection, args: argparse.Namespace, report: Report) -> None:
+    async for name, row in measure(file, engine, args):
+        report.add(name, row)
+
+
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
     parser.add_argument("--threads", type=int, help="serving.num_threads, instead of the config's")
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[48, 512])
     parser.add_argument("--samples", type=int, default=30)
+    parser.add_argument("--clients", type=int, default=16, help="that stream at once")
+    parser.add_argument("--client-prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, nargs="+", default=[64], help="of an answer; a row each")
+    parser.add_argument("--rounds", type=int, help="of the rows of tokens; by default a sixth of --samples")
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    args = parser.parse_args()
-    with with_threads(args.config, args.threads) as config:
-        port = free_port()
-        file = read_serve_file(config, port)
-        # the server comes first: what it takes to be ready is measured on a machine at rest
-        with (
-            running_server(config, port, file.url) as ready_s,
-            running_engine(file.settings.engine_config("cpu")) as engine,
-        ):
-            rows = {"seconds from `serve` to ready": {"http": ready_s}}
-            rows |= asyncio.run(measure(file, engine, args.prompt_tokens, args.samples))
+    return parser
+
+
+def main() -> None:
+    args = options().parse_args()
     heading = (
         f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, "
         f"num_threads {args.threads or 'default'}, medians of {args.samples}"
     )
-    show(rows, heading)
-    if args.json:
-        args.json.write_text(json.dumps({"heading": heading, "rows": rows}, indent=1))
+    with with_threads(args.config, args.threads) as config:
+        port = free_port()
+        file = read_serve_file(config, port)
+        report = Report(heading, args.json)
+        # the server comes first: what it takes to be ready is measured on a machine at rest
+        with running_server(config, port, file.url) as ready_s:
+            report.add("seconds from `serve` to ready", {"http": ready_s})
+            with running_engine(file.settings.engine_config(device_of(file))) as engine:
+                asyncio.run(measure_all(file, engine, args, report))
+    report.show()
 
 
 if __name__ == "__main__":

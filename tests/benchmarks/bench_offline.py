@@ -44,6 +44,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--cache-memory-bytes", type=int)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--num-threads", type=int)
     parser.add_argument("--json", type=Path)
     return parser
@@ -80,7 +81,7 @@ def main() -> int:
     from report import Report
     from rows import QUICK, Sizes, first_lengths, peak_memory, rows, start
     from session import Session, greedy
-    from step_profile import profile_decode, profile_prefill
+    from step_profile import profile_decode, profile_mixed, profile_prefill
 
     from hybridserve.replicas.llm import LLM
     from hybridserve.replicas.models.config import is_shape_file, load_model_config
@@ -92,9 +93,11 @@ def main() -> int:
         sizes = dataclasses.replace(sizes, contexts=((1, 2048), (32, 2048), (256, 2048)))
     table = list(rows(sizes, 2 if args.quick else args.rounds, args.fill))
     profiles = {
-        "profile of a decode step": lambda s: profile_decode(s, sizes.streams, sizes.tpot_prompt),
-        "profile of a prefill": lambda s: profile_prefill(s, sizes.ttft[1]),
+        f"profile of a decode step of {batch}": lambda s, n=batch: profile_decode(s, n, sizes.tpot_prompt)
+        for batch in sizes.profile_batches
     }
+    profiles["profile of a prefill"] = lambda s: profile_prefill(s, sizes.ttft[1])
+    profiles[f"profile of {sizes.profile_steps} mixed steps"] = lambda s: profile_mixed(s, sizes)
     names = ["start", *(row.name for row in table), "peak memory", *profiles]
     if not any(map(wanted.search, names)):
         parser.error(f"--only {args.only!r} matches no row")
@@ -120,7 +123,7 @@ def main() -> int:
         max_num_batched_tokens=args.max_num_batched_tokens,
         cache_memory_bytes=args.cache_memory_bytes,
         num_threads=args.num_threads,
-        gpu_memory_utilization=0.9,
+        gpu_memory_utilization=args.gpu_memory_utilization,
         skip_tokenizer_init=True,
         show_progress=False,
         seed=0,
@@ -132,20 +135,24 @@ def main() -> int:
         name = f"start and first lengths, {'cold' if args.cold else 'warm'}"
         report.add(name, first_lengths(session, sizes, ready), goals.get(name, Goal()))
     session.generate([session.prompt(sizes.warm_up)], greedy(8))
+    measures = {
+        row.name: lambda row=row: report.add(row.name, row.measure(session), goals.get(row.name, Goal()))
+        for row in table
+    }
+    if on_gpu:
+        measures["peak memory"] = lambda: report.add("peak memory", peak_memory(session), Goal())
+    for name, profile in profiles.items():
+        measures[name] = lambda name=name, profile=profile: report.add_profile(name, profile(session))
     failed = 0
-    for row in filter(lambda row: wanted.search(row.name), table):
+    for name in filter(wanted.search, measures):
         session.rng = random.Random(0)
         try:
-            report.add(row.name, row.measure(session), goals.get(row.name, Goal()))
+            measures[name]()
         except (ValueError, RuntimeError) as error:
             # the rows after it are worth having
-            report.add_failure(row.name, error)
+            report.add_failure(name, error)
+            session.clear()
             failed += 1
-    if on_gpu and wanted.search("peak memory"):
-        report.add("peak memory", peak_memory(session), Goal())
-    for name, profile in profiles.items():
-        if wanted.search(name):
-            report.add_profile(name, profile(session))
     return int(failed > 0)
 
 

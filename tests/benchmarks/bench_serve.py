@@ -20,7 +20,7 @@ import os
 import platform
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -139,23 +139,22 @@ def run(
     return measured, found, client_report(measured, found)
 
 
-def run_all(args: argparse.Namespace) -> dict[str, tuple[Measured, Figures, ClientReport]]:
-    """Every run by its name."""
+def run_all(args: argparse.Namespace) -> Iterator[tuple[str, tuple[Measured, Figures, ClientReport]]]:
+    """Every run with its name, as it ends."""
     slo = Slo(args.slo_ttft_ms / 1e3, args.slo_itl_ms / 1e3)
     if args.url is not None:
         if args.tokenizer is None:
             raise ValueError("--url needs --tokenizer, the model's folder")
         load = make_load(args, None)
-        return {"server": run(args, args.url.rstrip("/"), args.tokenizer, load, args.buckets or (), slo)}
+        yield "server", run(args, args.url.rstrip("/"), args.tokenizer, load, args.buckets or (), slo)
+        return
     settings = read_settings(args.config)
     edges = args.buckets or [one.max_prompt_tokens for one in settings.pools if one.max_prompt_tokens]
     load = make_load(args, settings.model.max_context_length)
-    runs = {}
     for name in ("pools", "merged") if args.compare else ("server",):
         with started(args.config, merged=name == "merged") as file:
-            folder = args.tokenizer or file.settings.model.path
-            runs[name] = run(args, file.url, folder, load, edges, slo)
-    return runs
+            folder = args.tokenizer or file.settings.model.tokenizer_path
+            yield name, run(args, file.url, folder, load, edges, slo)
 
 
 def as_json(measured: Measured, found: Figures, client: ClientReport) -> object:
@@ -176,13 +175,18 @@ def main() -> None:
             check_plot(args.plot)
         if args.compare and args.config is None:
             raise ValueError("--compare needs --config")
-        runs = run_all(args)
+        heading, runs = "", {}
+        for name, one in run_all(args):
+            runs[name] = one
+            heading = (
+                f"{datetime.datetime.now():%Y-%m-%d %H:%M}, {platform.machine()}, {os.cpu_count()} cores, "
+                f"load {os.getloadavg()[0]:.1f}; {' '.join(sys.argv[1:])}"
+            )
+            if args.json:
+                content = {"heading": heading, "runs": {key: as_json(*each) for key, each in runs.items()}}
+                args.json.write_text(json.dumps(content, indent=1))
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    heading = (
-        f"{datetime.datetime.now():%Y-%m-%d %H:%M}, {platform.machine()}, {os.cpu_count()} cores, load "
-        f"{os.getloadavg()[0]:.1f}; {' '.join(sys.argv[1:])}"
-    )
     console = Console(width=None if Console().is_terminal else 160)
     table = {name: found for name, (_, found, _) in runs.items()}
     console.print(figures_table(table, heading))
@@ -190,9 +194,6 @@ def main() -> None:
         gaps = milliseconds(quantiles(measured.gaps_s))
         told = f"{name}: gaps between events {gaps} ms; {client.line()}"
         console.print(told, highlight=False, soft_wrap=True)
-    if args.json:
-        content = {"heading": heading, "runs": {name: as_json(*one) for name, one in runs.items()}}
-        args.json.write_text(json.dumps(content, indent=1))
     if args.plot:
         draw_figures(table, args.plot, heading[:100])
 

@@ -1,18 +1,20 @@
 """Seconds to compile every Triton kernel of a Qwen3.5-9B step from a cold cache, in parallel.
 
-    python tests/benchmarks/kernels_compile.py [--threads 16] [--keep-cache]
+    python tests/benchmarks/kernels_compile.py [--threads 16] [--keep-cache] [--json out.json]
 
 Runs the `warmups()` of every module in tests/benchmarks/kernels from threads of one process; compilation
 leaves Python's lock for most of its time. The cache is a temporary folder unless `--keep-cache`.
 """
 
 import argparse
+import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
@@ -29,6 +31,7 @@ def main() -> int:
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--keep-cache", action="store_true", help="use Triton's own cache folder")
+    parser.add_argument("--json", type=Path, help="also write the seconds to this file")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a GPU")
@@ -55,6 +58,12 @@ def main() -> int:
         print(f"{took:7.2f} s  {name}")
     print(f"inputs and imports {prepared:.1f} s")
     print(f"compiled in {total:.1f} s with {args.threads} threads (one after another: {sum(seconds):.1f} s)")
+    if args.json:
+        each = {name: took for (name, _), took in zip(named, seconds, strict=True)}
+        content = {"device": torch.cuda.get_device_name(), "threads": args.threads, "seconds": total}
+        args.json.write_text(
+            json.dumps(content | {"one after another": sum(seconds), "each": each}, indent=1)
+        )
     return 0
 
 

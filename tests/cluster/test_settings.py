@@ -125,10 +125,43 @@ def test_an_engine_s_message_names_the_keys_of_the_yaml() -> None:
     assert in_settings_words("head_dim is missing") == "head_dim is missing"
 
 
-def test_a_shape_is_no_model_to_serve(tmp_path: Path) -> None:
-    (tmp_path / "shape.yaml").write_text("model_type: qwen3_5_text")
-    with pytest.raises(ValueError, match="model.path 'shape.yaml' is a file; a server needs the folder"):
-        load_settings({"model": {"path": "shape.yaml", "load_format": "dummy"}}, tmp_path)
+def test_a_shape_is_served_with_random_weights_and_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "shape-1.5b.yaml").write_text("model_type: qwen3_5_text")
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "tokenizer.json").write_text("{}")
+    args = {"path": "shape-1.5b.yaml", "load_format": "dummy", "tokenizer": "words"}
+    model = load_settings({"model": args}, tmp_path).model
+    assert (model.served_name, model.path) == ("shape-1.5b", str(tmp_path / "shape-1.5b.yaml"))
+    assert model.tokenizer_path == str(tmp_path / "words")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            {"tokenizer": "words"},
+            "'shape.yaml' is a shape without weights: .*load_format to dummy.*got 'auto'",
+        ),
+        ({"load_format": "dummy"}, "'shape.yaml' is a shape, .*model.tokenizer must name a folder"),
+        (
+            {"load_format": "dummy", "tokenizer": "nowhere"},
+            "model.tokenizer 'nowhere': there is no /.*/nowhere/tokenizer.json",
+        ),
+        ({"path": "notes.txt"}, "model.path 'notes.txt' is a file, and neither"),
+    ],
+)
+def test_a_shape_that_cannot_be_served(args: dict[str, object], message: str, tmp_path: Path) -> None:
+    for name in ("shape.yaml", "notes.txt"):
+        (tmp_path / name).write_text("model_type: qwen3_5_text")
+    with pytest.raises(ValueError, match=message):
+        load_settings({"model": {"path": "shape.yaml", **args}}, tmp_path)
+
+
+def test_another_tokenizer_than_the_checkpoint_s(model: str, tmp_path: Path) -> None:
+    assert load_settings({"model": {"path": model}}, tmp_path).model.tokenizer_path == str(tmp_path / model)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    settings = load_settings({"model": {"path": model, "tokenizer": "."}}, tmp_path)
+    assert settings.model.tokenizer_path == str(tmp_path)
 
 
 def pooled(tmp_path: Path, *pools: dict[str, object], **sections: object) -> AppSettings:

@@ -39,8 +39,9 @@ def test_every_row_is_measured_and_kept(script: Path, demo_model: Path, tmp_path
     assert rows["inter-token p99"]["goal"]["ours"] > 0 and "verdict" in rows["inter-token p99"]
     for profile in found["profiles"].values():
         assert {"linear_attn.mix", "self_attn.project_in", "mlp", "lm_head"} <= set(profile["parts_ms"])
-    assert set(found["profiles"]) == {"profile of a decode step", "profile of a prefill"}
-    for name in rows:
+    names = {"profile of a decode step of 3", "profile of a prefill", "profile of 2 mixed steps"}
+    assert set(found["profiles"]) == names
+    for name in (*rows, *names):
         assert name in done.stdout
 
 

@@ -46,6 +46,9 @@ class Sizes:
     arriving_prompt: int = 16384
     arrivals: int = 10
     arrival_interval_s: float = 1.0
+    profile_batches: tuple[int, ...] = (32, 128, 256)
+    profile_steps: int = 8
+    """Of mixed load."""
 
 
 QUICK = Sizes(
@@ -68,6 +71,8 @@ QUICK = Sizes(
     arriving_prompt=200,
     arrivals=2,
     arrival_interval_s=0.1,
+    profile_batches=(3,),
+    profile_steps=2,
 )
 """To see that everything runs, on a CPU in seconds; no goal is for these."""
 
@@ -161,13 +166,18 @@ def one_tpot(
     return (s.generate(s.prompts(batch, length), params(steps + 1)) - first) / steps * 1e3
 
 
-def mixed(s: Session, sizes: Sizes) -> Measured:
+def mixed_lengths(s: Session, sizes: Sizes) -> tuple[list[int], list[int]]:
+    """Lengths of the mixed requests' prompts and answers; seeds the session for the prompts themselves."""
     rng = s.rng = random.Random(1)
     lens = [
         rng.randint(*sizes.mixed_short) if rng.random() < 0.8 else rng.randint(*sizes.mixed_long)
         for _ in range(sizes.mixed_requests)
     ]
-    outs = [rng.randint(*sizes.mixed_outputs) for _ in lens]
+    return lens, [rng.randint(*sizes.mixed_outputs) for _ in lens]
+
+
+def mixed(s: Session, sizes: Sizes) -> Measured:
+    lens, outs = mixed_lengths(s, sizes)
     before = s.engine.load().preemptions
     seconds = s.generate([s.prompt(length) for length in lens], [greedy(n) for n in outs])
     notes = {

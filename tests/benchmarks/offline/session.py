@@ -90,6 +90,10 @@ class Session:
         # an overlapping engine still holds a step of theirs
         self.engine.step()
 
+    def clear(self) -> None:
+        """Abort whatever a row that failed has left."""
+        self.abort(list(self.engine._requests))
+
     def step_times(self, count: int) -> list[float]:
         """Milliseconds of each of `count` steps: on a GPU between the ends of their work on the device."""
         if self.device.type != "cuda":

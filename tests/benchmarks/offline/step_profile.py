@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import NO_END
+from rows import NO_END, Sizes, mixed_lengths
 from session import Session, greedy
 from torch import nn
 
@@ -53,6 +53,25 @@ def profile_prefill(s: Session, length: int) -> dict[str, Any]:
     with _without_graphs(s):
         s.generate([s.prompt(length)], greedy(1))
         return _profiled(s, lambda: s.generate([prompt], greedy(1)))
+
+
+def profile_mixed(s: Session, sizes: Sizes) -> dict[str, Any]:
+    """Some steps of the mixed requests, from when half of them have their first token."""
+    lens, outs = mixed_lengths(s, sizes)
+    requests = [s.add(s.prompt(length), greedy(n)) for length, n in zip(lens, outs, strict=True)]
+    started: set[str] = set()
+    while len(started) < len(requests) // 2:
+        started |= {one.request_id for one in s.step() if one.token_ids}
+
+    def steps() -> None:
+        for _ in range(sizes.profile_steps):
+            s.step()
+
+    with _without_graphs(s):
+        s.step()
+        found = _profiled(s, steps)
+    s.abort(requests)
+    return found
 
 
 def _profiled(s: Session, call: Callable[[], object]) -> dict[str, Any]:
