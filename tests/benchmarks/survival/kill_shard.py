@@ -118,10 +118,17 @@ class Pool:
             await asyncio.sleep(0.1)
         return list(found.values())
 
-    async def answer(self, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    async def answer(
+        self, prompt: tuple[int, ...], max_tokens: int, begun: asyncio.Event | None = None
+    ) -> list[int]:
+        """begun: set with the first token."""
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        request = GenerationRequest("r", prompt, params)
-        return [token async for output in self.client.generate(request) for token in output.token_ids]
+        tokens: list[int] = []
+        async for output in self.client.generate(GenerationRequest("r", prompt, params)):
+            tokens += output.token_ids
+            if begun is not None:
+                begun.set()
+        return tokens
 
 
 async def try_fault(pool: Pool, fault: str, cluster: Cluster, expected: list[list[int]]) -> dict[str, Any]:
@@ -131,16 +138,20 @@ async def try_fault(pool: Pool, fault: str, cluster: Cluster, expected: list[lis
     began = time.monotonic()
     ends: list[tuple[float, str]] = []
 
-    async def hold() -> None:
+    async def hold(begun: asyncio.Event) -> None:
         error = ""
         try:
-            await pool.answer(PROMPTS[0], HELD_TOKENS)
+            await pool.answer(PROMPTS[0], HELD_TOKENS, begun)
         except PoolError as caught:
             error = str(caught)
         ends.append((time.monotonic() - began, error))
 
-    held = [asyncio.create_task(hold()) for _ in range(8)]
-    await asyncio.sleep(1.0)
+    held = []
+    for _ in range(8):
+        begun = asyncio.Event()
+        held.append(asyncio.create_task(hold(begun)))
+        # Serve learns of a replica's load by its answers: sent at once, all could go to the same
+        await asyncio.wait_for(begun.wait(), LIMIT_S)
     began = time.monotonic()
     do(fault, victim, cluster)
 
