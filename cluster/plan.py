@@ -13,7 +13,7 @@ from hybridserve.replicas.arena.layout import ArenaLayout
 from hybridserve.replicas.engine.sizing import longest_sequence, sequences_that_fit
 from hybridserve.replicas.models.config import load_model_config
 from hybridserve.replicas.models.footprint import Footprint, measure_footprint
-from hybridserve.replicas.models.sharding import check_tp_size, with_splits
+from hybridserve.replicas.models.sharding import check_tp_size, with_splits, with_state_dtype
 from hybridserve.replicas.models.specs import ModelConfig
 
 
@@ -82,6 +82,7 @@ def _footprint(
     page_size = settings.serving_of(spec.name).page_size
     parallel = settings.parallel
     config = with_splits(config, parallel.linear_attention_split, parallel.moe_split)
+    config = with_state_dtype(config, settings.model.state_precision)
     try:
         check_tp_size(config, spec.tensor_parallel_size)
         return measure_footprint(config, dtype, page_size=page_size, tp_size=spec.tensor_parallel_size)

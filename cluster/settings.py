@@ -90,6 +90,7 @@ class AppSettings(Section):
         return EngineConfig(
             model=self.model.path,
             dtype=self.model.precision,
+            state_dtype=self.model.state_precision,
             device=device,
             tensor_parallel_size=pool.tensor_parallel_size,
             linear_attention_split=self.parallel.linear_attention_split,

@@ -54,6 +54,8 @@ class ModelSettings(Section):
     tokenizer: Annotated[str, Field(min_length=1)] | None = None
     """Folder with the tokenizer's files; by default the model's."""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    state_precision: Literal["float32", "bfloat16"] = "float32"
+    """Of linear-attention layers' recurrent states between steps."""
     max_context_length: PositiveInt | None = None
     load_format: Literal["auto", "dummy"] = "auto"
 

@@ -52,6 +52,7 @@ class LLM:
         seed: int = 0,
         hf_overrides: Mapping[str, object] | None = None,
         num_threads: int | None = None,
+        state_dtype: str = "float32",
         show_progress: bool = True,
         skip_tokenizer_init: bool = False,
     ) -> None:
@@ -70,6 +71,7 @@ class LLM:
         config = EngineConfig(
             model=str(model),
             dtype=dtype,
+            state_dtype=state_dtype,
             device=device,
             tensor_parallel_size=tensor_parallel_size,
             linear_attention_split=linear_attention_split,

@@ -34,6 +34,9 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    state_dtype: Annotated[
+        str, typer.Option(help="Of recurrent states between steps: float32 or bfloat16.")
+    ] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest context in tokens.")] = None,
     cache_memory: Annotated[
@@ -71,6 +74,7 @@ def generate(
     llm = LLM(
         model,
         dtype=dtype,
+        state_dtype=state_dtype,
         device=device,
         max_model_len=max_model_len,
         cache_memory_bytes=cache_bytes,

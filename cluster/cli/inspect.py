@@ -13,6 +13,7 @@ from hybridserve.cluster.sizes import format_size, parse_size
 from hybridserve.replicas.engine.sizing import sequences_that_fit
 from hybridserve.replicas.models.config import load_model_config
 from hybridserve.replicas.models.footprint import Footprint, LayerFootprint, measure_footprint
+from hybridserve.replicas.models.sharding import STATE_DTYPES, with_state_dtype
 from hybridserve.replicas.models.specs import DTYPE_BYTES, LinearAttentionSpec, MixerSpec, ModelConfig
 
 _CONTEXTS = (1024, 8192, 32768)
@@ -24,6 +25,9 @@ def inspect(
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16 or float16; auto: as the checkpoint says.")
     ] = "auto",
+    state_dtype: Annotated[
+        str, typer.Option(help="Of recurrent states between steps: float32 or bfloat16.")
+    ] = "float32",
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size: all figures are one shard's.")] = 1,
 ) -> None:
     """Show a model's layers, their parameters and memory, and what fits in a GPU."""
@@ -32,7 +36,9 @@ def inspect(
     dtype = config.dtype if dtype == "auto" else dtype
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype must be one of auto, {', '.join(DTYPE_BYTES)}, got {dtype!r}")
-    footprint = measure_footprint(config, dtype, tp_size=tp)
+    if state_dtype not in STATE_DTYPES:
+        raise ValueError(f"state_dtype must be one of {', '.join(STATE_DTYPES)}, got {state_dtype!r}")
+    footprint = measure_footprint(with_state_dtype(config, state_dtype), dtype, tp_size=tp)
     console = Console()
     shard = f", one of {tp} shards" if tp > 1 else ""
     console.print(f"{config.model_type}, {config.num_layers} layers, {dtype}{shard}")

@@ -45,8 +45,8 @@ def linear_attention_prefill(
     q, k: [T, Hk, K]; v: [T, Hv, V]; value head h reads key head h // (Hv // Hk).
     g: fp32 log decay <= 0, [T, Hv] per head, [T, Hv, K] per key channel, or None for no decay.
     beta: fp32 [T, Hv], or None for no delta rule.
-    state: fp32 [N, Hv, V, K], rows `state_indices` (int64 [S], distinct) are updated in place, no other row
-        is touched; rows may overlap in memory as long as the named ones do not.
+    state: fp32 or bf16 [N, Hv, V, K], rows `state_indices` (int64 [S], distinct) are updated in place, no
+        other row is touched; rows may overlap in memory as long as the named ones do not.
     has_initial_state: bool [S]; where False the sequence starts from zero and the old bytes are not used.
     query_lens: tokens of each sequence, sum T. A sequence without tokens leaves its state as it is.
     scale: factor on q, K ** -0.5 by default. qk_l2norm: normalise q and k over K, eps 1e-6 inside the root.
@@ -61,7 +61,7 @@ def linear_attention_prefill(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     layout = ChunkLayout.build(query_lens, chunk_size, v.device)
     rows, known = state_indices[layout.order], has_initial_state[layout.order]
-    carried = torch.where(known[:, None, None, None], state.index_select(0, rows), 0.0)
+    carried = torch.where(known[:, None, None, None], state.index_select(0, rows).float(), 0.0)
     out = torch.empty_like(v)
     for group in layout.groups():
         part_q, part_k = group.take(q).float(), group.take(k).float()
@@ -72,7 +72,7 @@ def linear_attention_prefill(
         part_beta = None if beta is None else group.take(beta).float()
         part_v = group.take(v).float()
         group.put(out, chunkwise_scan(group, part_q, part_k, part_v, part_g, part_beta, carried))
-    state.index_copy_(0, rows, carried)
+    state.index_copy_(0, rows, carried.to(state.dtype))
     return out
 
 
@@ -93,6 +93,13 @@ def linear_attention_decode(
     The output is exp(g) (S_old q) + (k . q) u, so that the old state is read once for both S k and S q.
     """
     batch, num_v_heads, v_dim = v.shape
+    if state.dtype != torch.float32:
+        rows = state.index_select(0, state_indices).float()
+        out = linear_attention_decode(
+            q, k, v, g, beta, rows, torch.arange(batch), scale=scale, qk_l2norm=qk_l2norm
+        )
+        state.index_copy_(0, state_indices, rows.to(state.dtype))
+        return out
     num_k_heads, key_dim = k.shape[1:]
     decay = None if g is None else g.float().exp()
     per_channel = decay is not None and decay.ndim == 3

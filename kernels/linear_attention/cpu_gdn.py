@@ -34,7 +34,7 @@ def gdn_decode_fused(
     head_k_dim: int,
     head_v_dim: int,
 ) -> torch.Tensor:
-    """One token of each of B sequences; arguments as in `dispatch`, state in fp32."""
+    """One token of each of B sequences; arguments as in `dispatch`."""
     rows = (torch.minimum(state_indices, positions) >= 0).nonzero().flatten()
     out = torch.zeros(z.shape, dtype=qkv.dtype, device=qkv.device)
     if not rows.numel():

@@ -42,7 +42,7 @@ def linear_attention_prefill(
         token's heads lie end to end. On a GPU K and V are 16 to 256.
     g: fp32 log decay <= 0, [T, Hv] per head, [T, Hv, K] per key channel, or None for no decay.
     beta: fp32 [T, Hv], or None for no delta rule. Both contiguous on a GPU.
-    state: fp32 [N, Hv, V, K] (on a GPU also bf16), rows `state_indices` (int64 [S], distinct) are updated in
+    state: fp32 or bf16 [N, Hv, V, K], rows `state_indices` (int64 [S], distinct) are updated in
         place, no other row is touched; rows may overlap in memory as long as the named ones do not.
     has_initial_state: bool [S]; where False the sequence starts from zero and the old bytes are not used.
     query_lens: tokens of each sequence, sum T. A sequence without tokens leaves its state as it is. Numbers
@@ -114,7 +114,7 @@ def gdn_decode_fused(
     A_log, dt_bias: [Hv]. norm_weight: [V], plain; None leaves norm and gate to the caller: o itself comes
         back, and z is not read. eps: of the norm; q and k are normalised with 1e-6.
     conv_state: [N, kernel, C], dtype of qkv, input of position p in column p % kernel; takes this token's.
-    state: [N, Hv, V, K], fp32 (on a GPU also bf16), arithmetic in fp32. state_indices: int64 [B], distinct
+    state: [N, Hv, V, K], fp32 or bf16, arithmetic in fp32. state_indices: int64 [B], distinct
         rows of both, changed in place.
     positions: int64 [B], position of each token in its sequence.
     A row whose index or position is negative touches nothing, and its output is zero.

@@ -13,23 +13,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from hybridserve.replicas.models.specs import FullAttentionSpec, LinearAttentionSpec, MixerSpec
+from hybridserve.replicas.models.specs import DTYPE_BYTES, FullAttentionSpec, LinearAttentionSpec, MixerSpec
 
 STATE_ALIGN = 256
 """Bytes between two rows of a state view: every unit and every state inside it starts on a multiple."""
 MIN_PAGES_PER_EXTENT = 32
-STATE_BYTES = 4
-"""Recurrent states are fp32 whatever the model's dtype."""
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
 class StateOffsets:
     """Byte offsets inside a unit of one linear layer's parts, each a multiple of STATE_ALIGN.
 
-    recurrent: fp32 [num_v_heads, head_v_dim, head_k_dim]; conv: model dtype [kernel, conv_dim];
-    replay_k, replay_u, replay_g: the last inputs of the recurrence, head by head (`ReplayRing`), model dtype
-    [num_k_heads, window, head_k_dim], fp32 [num_v_heads, window, head_v_dim] and fp32 [num_v_heads, window];
-    all equal to `end` without a window.
+    recurrent: the spec's `state_dtype` [num_v_heads, head_v_dim, head_k_dim]; conv: model dtype
+    [kernel, conv_dim]; replay_k, replay_u, replay_g: the last inputs of the recurrence, head by head
+    (`ReplayRing`), model dtype [num_k_heads, window, head_k_dim], fp32 [num_v_heads, window, head_v_dim] and
+    fp32 [num_v_heads, window]; all equal to `end` without a window.
     """
 
     recurrent: int
@@ -143,13 +142,13 @@ def _plan_unit(layers: Sequence[LinearAttentionSpec], dtype_bytes: int, replay_w
     offsets, at = [], 0
     for spec in layers:
         conv_dim = 2 * spec.total_key_dim + spec.total_value_dim
-        recurrent = spec.total_num_v_heads * spec.head_v_dim * spec.head_k_dim * STATE_BYTES
+        recurrent = spec.total_num_v_heads * spec.head_v_dim * spec.head_k_dim * DTYPE_BYTES[spec.state_dtype]
         sizes = (
             recurrent,
             spec.conv_kernel * conv_dim * dtype_bytes,
             replay_window * spec.total_key_dim * dtype_bytes,
-            replay_window * spec.total_value_dim * STATE_BYTES,
-            replay_window * spec.total_num_v_heads * STATE_BYTES,
+            replay_window * spec.total_value_dim * FP32_BYTES,
+            replay_window * spec.total_num_v_heads * FP32_BYTES,
         )
         starts = list(accumulate((_round_up(size, STATE_ALIGN) for size in sizes), initial=at))
         offsets.append(StateOffsets(*starts))

@@ -4,7 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hybridserve.replicas.models.config import check_load_format, load_model_config
-from hybridserve.replicas.models.sharding import LINEAR_SPLITS, MOE_SPLITS, with_splits
+from hybridserve.replicas.models.sharding import (
+    LINEAR_SPLITS,
+    MOE_SPLITS,
+    STATE_DTYPES,
+    with_splits,
+    with_state_dtype,
+)
 from hybridserve.replicas.models.specs import ModelConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -12,6 +18,7 @@ DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
 CHOICES = {
     "dtype": DTYPES,
+    "state_dtype": STATE_DTYPES,
     "device": DEVICES,
     "load_format": LOAD_FORMATS,
     "linear_attention_split": LINEAR_SPLITS,
@@ -32,6 +39,9 @@ class EngineConfig:
     """Folder of a Hugging Face checkpoint, or a shape file (see `load_model_config`) for random weights."""
     dtype: str = "auto"
     """"auto": the checkpoint's on a GPU, float32 on a CPU."""
+    state_dtype: str = "float32"
+    """What recurrent states of linear-attention layers are kept in between steps: "float32", or "bfloat16",
+    which halves their memory and traffic, at the price of a rounding each time one is written."""
     device: str = "auto"
     tensor_parallel_size: int = 1
     """Ranks that share the model. Offline each is a process of this machine, and on GPUs rank r has the r-th
@@ -90,7 +100,9 @@ class EngineConfig:
     def read_model_config(self) -> ModelConfig:
         """What the model is, and how its shards cut it. Raises ValueError: see `load_model_config`."""
         config = load_model_config(self.model, self.hf_overrides)
-        return with_splits(config, self.linear_attention_split, self.moe_split)
+        return with_state_dtype(
+            with_splits(config, self.linear_attention_split, self.moe_split), self.state_dtype
+        )
 
     def _check_positive(self, name: str) -> None:
         value = getattr(self, name)

@@ -12,6 +12,8 @@ LINEAR_SPLITS = SPLITS
 """What shards cut first of a linear-attention layer; see `shard_value_heads`."""
 MOE_SPLITS = ("intermediate", "experts")
 """What shards hold of the routed experts: a part of each, or some of them whole."""
+STATE_DTYPES = ("float32", "bfloat16")
+"""What recurrent states are kept in."""
 VALUE_CHANNELS = "linear_num_value_heads * linear_value_head_dim"
 QUERY_HEADS = "num_attention_heads"
 
@@ -24,6 +26,15 @@ def with_splits(config: ModelConfig, linear_attention_split: str, moe_split: str
     )
     moe = config.moe and replace(config.moe, split=moe_split)
     return replace(config, mixers=mixers, moe=moe)
+
+
+def with_state_dtype(config: ModelConfig, state_dtype: str) -> ModelConfig:
+    """`config` with what its recurrent states are kept in, one of `STATE_DTYPES`."""
+    mixers = tuple(
+        replace(spec, state_dtype=state_dtype) if isinstance(spec, LinearAttentionSpec) else spec
+        for spec in config.mixers
+    )
+    return replace(config, mixers=mixers)
 
 
 def check_tp_size(config: ModelConfig, size: int) -> None:

@@ -39,6 +39,8 @@ class LinearAttentionSpec:
     `q | k | v | z` and `b | a` per key head; else as in_proj_qkv, in_proj_z, in_proj_b and in_proj_a."""
     split: str = "heads"
     """What shards cut first, "heads" or "head_v_dim"; see `shard_value_heads`."""
+    state_dtype: str = "float32"
+    """What the recurrent state is kept in, "float32" or "bfloat16"; arithmetic is in fp32 either way."""
 
     @property
     def total_key_dim(self) -> int:

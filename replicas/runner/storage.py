@@ -7,7 +7,7 @@ import torch
 from hybridserve.kernels.copies import copy_rows, gather_rows, scatter_rows
 from hybridserve.kernels.linear_attention.replay import ReplayRing
 from hybridserve.replicas.arena.arena import Copies
-from hybridserve.replicas.arena.layout import STATE_ALIGN, STATE_BYTES, ArenaLayout, StateOffsets
+from hybridserve.replicas.arena.layout import FP32_BYTES, STATE_ALIGN, ArenaLayout, StateOffsets
 from hybridserve.replicas.models.batch import KVCache, LayerCache, StateCache
 from hybridserve.replicas.models.specs import FullAttentionSpec, LinearAttentionSpec, MixerSpec
 
@@ -90,9 +90,12 @@ class ArenaStorage:
         offsets = self.layout.unit.layers[layer]
         conv_dim = 2 * spec.total_key_dim + spec.total_value_dim
         recurrent_shape = (spec.total_num_v_heads, spec.head_v_dim, spec.head_k_dim)
-        step = STATE_ALIGN // STATE_BYTES
+        state_dtype: torch.dtype = getattr(torch, spec.state_dtype)
         recurrent = self._windows(
-            self.buffer.view(torch.float32), offsets.recurrent // STATE_BYTES, recurrent_shape, step
+            self.buffer.view(state_dtype),
+            offsets.recurrent // state_dtype.itemsize,
+            recurrent_shape,
+            STATE_ALIGN // state_dtype.itemsize,
         )
         conv = self._windows(
             self.buffer.view(dtype),
@@ -114,15 +117,15 @@ class ArenaStorage:
             ),
             self._windows(
                 fp32,
-                offsets.replay_u // STATE_BYTES,
+                offsets.replay_u // FP32_BYTES,
                 (spec.total_num_v_heads, window, spec.head_v_dim),
-                STATE_ALIGN // STATE_BYTES,
+                STATE_ALIGN // FP32_BYTES,
             ),
             self._windows(
                 fp32,
-                offsets.replay_g // STATE_BYTES,
+                offsets.replay_g // FP32_BYTES,
                 (spec.total_num_v_heads, window),
-                STATE_ALIGN // STATE_BYTES,
+                STATE_ALIGN // FP32_BYTES,
             ),
         )
 

@@ -40,6 +40,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--cold", action="store_true", help="empty kernel caches")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--state-dtype", default="float32")
     parser.add_argument("--load-format", default="auto", help="of a checkpoint's folder")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int)
@@ -107,6 +108,7 @@ def main() -> int:
     on_gpu = torch.cuda.is_available() and args.device != "cpu"
     about = {
         "model": model,
+        "state_dtype": args.state_dtype,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
@@ -118,6 +120,7 @@ def main() -> int:
         load_format="dummy" if is_shape_file(model) else args.load_format,
         device=args.device,
         dtype=args.dtype,
+        state_dtype=args.state_dtype,
         max_model_len=min(config.max_position_embeddings, MAX_MODEL_LEN),
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,

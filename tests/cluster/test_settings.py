@@ -34,6 +34,7 @@ def test_every_word_reaches_the_engine(model: str, tmp_path: Path) -> None:
             "path": model,
             "name": "mine",
             "precision": "bfloat16",
+            "state_precision": "bfloat16",
             "max_context_length": 4096,
             "load_format": "dummy",
         },
@@ -50,6 +51,7 @@ def test_every_word_reaches_the_engine(model: str, tmp_path: Path) -> None:
     engine = settings.engine_config("cuda")
     assert settings.model.served_name == "mine"
     assert (engine.dtype, engine.max_model_len, engine.load_format) == ("bfloat16", 4096, "dummy")
+    assert engine.state_dtype == "bfloat16"
     assert (engine.tensor_parallel_size, engine.device) == (4, "cuda")
     assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.page_size) == (7, 99, 32)
     assert (engine.gpu_memory_utilization, engine.num_threads) == (0.5, 3)
@@ -63,6 +65,7 @@ def test_every_word_reaches_the_engine(model: str, tmp_path: Path) -> None:
         ({"model": {"path": "x"}, "modle": {}}, "unknown key modle"),
         ({"model": {"path": "x", "presicion": "auto"}}, "unknown key model.presicion"),
         ({"model": {"path": "x", "precision": "int8"}}, "model.precision: .*got 'int8'"),
+        ({"model": {"path": "x", "state_precision": "auto"}}, "model.state_precision: .*got 'auto'"),
         ({"model": {"path": "x", "max_context_length": 0}}, "model.max_context_length: .*got 0"),
         ({"model": {"path": "x"}, "serving": {"max_batch_size": "8"}}, "serving.max_batch_size: .*got '8'"),
         ({"model": {"path": "x"}, "serving": {"cache_memory": "many"}}, "serving.cache_memory: .*got 'many'"),

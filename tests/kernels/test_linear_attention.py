@@ -246,6 +246,20 @@ def test_decode_goes_on_from_prefill(assert_accurate):
     assert_accurate(state[0], exact[1], plain[1], 16)
 
 
+def test_bf16_states_are_read_as_they_are_and_written_rounded():
+    inputs = make_inputs(75)
+    before = torch.randn(2, 4, 16, 32).bfloat16()
+    index, known = torch.tensor([1]), torch.tensor([True])
+    narrow, wide = before.clone(), before.float()
+    outs = [linear_attention_prefill(*inputs.fields(), x, index, known, (75,)) for x in (narrow, wide)]
+    assert torch.equal(*outs)
+    assert torch.equal(narrow[1], wide[1].bfloat16()) and torch.equal(narrow[0], before[0])
+    wide = narrow.float()
+    outs = [linear_attention_decode(*inputs.tokens(3, 4).fields(), x, index) for x in (narrow, wide)]
+    assert torch.equal(*outs)
+    assert torch.equal(narrow[1], wide[1].bfloat16()) and torch.equal(narrow[0], before[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_inputs_give_the_rounded_fp32_result(dtype):
     inputs = make_inputs(70).to(dtype)

@@ -71,10 +71,12 @@ def on_cpu(demo_model, prompts):
     return run(build(demo_model, "cpu"), prompts, greedy(logprobs=2))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
+)
 @pytest.mark.parametrize("enforce_eager", [True, False])
-def test_greedy_tokens_are_the_cpu_engines(demo_model, prompts, on_cpu, dtype, enforce_eager):
-    engine = build(demo_model, "cuda", dtype, enforce_eager=enforce_eager)
+def test_greedy_tokens_are_the_cpu_engines(demo_model, prompts, on_cpu, dtype, state_dtype, enforce_eager):
+    engine = build(demo_model, "cuda", dtype, state_dtype=state_dtype, enforce_eager=enforce_eager)
     got = run(engine, prompts, greedy())
     compared = assert_same_where_sure(got, on_cpu, NOISE[dtype])
     assert compared > len(LENGTHS) * NEW_TOKENS * (0.95 if dtype == "float32" else 0.6)

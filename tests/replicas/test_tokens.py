@@ -95,6 +95,19 @@ def test_one_sequence_at_a_time_reuses_the_slots_of_the_last(make, prompts, para
         assert run(engine, together(prompts, params)) == alone
 
 
+def test_bf16_states(make, prompts, params, alone):
+    """They take less of the arena, are rounded alike in any batch, and change few tokens."""
+    narrow = make(max_num_batched_tokens=1000, state_dtype="bfloat16")
+    assert narrow.arena.layout.unit.nbytes < 0.6 * make().arena.layout.unit.nbytes
+    assert narrow._executor._storage.caches[0].recurrent.dtype == torch.bfloat16
+    one_by_one = {name: run(narrow, [(0, name, prompts[name], params[name])])[name] for name in prompts}
+    assert run(narrow, together(prompts, params)) == one_by_one
+    # a prompt's first token is of the state before it is rounded
+    assert all(one_by_one[name][0] == alone[name][0] for name in prompts)
+    same = [a == b for name in prompts for a, b in zip(one_by_one[name], alone[name], strict=True)]
+    assert sum(same) > 0.8 * len(same)
+
+
 def test_preempted_and_resumed(make, params):
     """Three sequences that fit when they start, and no longer when each needs its eleventh page."""
     rng = random.Random(7)

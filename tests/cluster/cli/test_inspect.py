@@ -36,6 +36,9 @@ def test_memory_dtype_and_shards(hybridserve: Callable, demo_model: Path) -> Non
     assert "float32, one of 2 shards" in ran.out
     assert cells(ran.out, "total")[-1] == "1,024"
     assert cells(ran.out, "0")[2] == "2 k x 64, 4 v x 64"
+    ran = hybridserve("inspect", demo_model, "--state-dtype", "bfloat16")
+    # 8 heads of 64 x 64 in half of the bytes, the convolution's inputs as before
+    assert cells(ran.out, "0")[4] == f"{139_264 - 8 * 64 * 64 * 2:,}"
     ran = hybridserve("inspect", demo_model, "--memory", "20MiB")
     assert ran.code == 0
     assert cells(ran.out, "missing for the weights")[1] == "8.87 MiB"
@@ -70,6 +73,7 @@ assert not {{"torch", "transformers", "ray"}} & set(sys.modules)
             1,
             "dtype must be one of auto, float32, bfloat16, float16, got 'int3'",
         ),
+        (["MODEL", "--state-dtype", "float16"], 1, "state_dtype must be one of float32, bfloat16, got"),
         (["MODEL", "--tp", "3"], 1, "tp_size 3 does not divide"),
         (["MODEL", "--tp", "0"], 2, "--tp"),
         ([], 2, "Missing argument"),

@@ -163,10 +163,12 @@ def split_heads(shape: Shape, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 class Units:
     """Units of 0xFF bytes that hold a layer's state, conv ring and replay ring, as an arena lays them."""
 
-    def __init__(self, shape: Shape, device: torch.device, count: int) -> None:
+    def __init__(
+        self, shape: Shape, device: torch.device, count: int, state_dtype: torch.dtype = torch.float32
+    ) -> None:
         window, fp32 = REPLAY_WINDOW, torch.float32
         parts = (
-            (fp32, (shape.v_heads, shape.v_dim, shape.k_dim)),
+            (state_dtype, (shape.v_heads, shape.v_dim, shape.k_dim)),
             (shape.dtype, (shape.kernel, shape.channels)),
             (shape.dtype, (shape.k_heads, window, shape.k_dim)),
             (fp32, (shape.v_heads, window, shape.v_dim)),
@@ -396,6 +398,31 @@ def check_replay(shape: Shape, device: torch.device, steps: int, decay: float | 
 def test_replay(device, shape):
     # more than a window; other dtypes are for a GPU, below
     check_replay(shape, device, 20)
+
+
+def test_bf16_states_are_read_as_they_are_and_written_rounded(device):
+    shape = Shape(1, 2)
+    weights, narrow, wide = Weights.make(shape, device), Units(shape, device, 2, torch.bfloat16), None
+    narrow.start(index := torch.arange(2, device=device) * narrow.step)
+    wide = Units(shape, device, 2)
+    rows = torch.arange(2, device=device) * wide.step
+    wide.conv[rows], wide.state[rows] = narrow.conv[index], narrow.state[index].float()
+    positions, counts = torch.tensor([7, 9], device=device), torch.tensor([0, 0], device=device)
+
+    def check(outs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        torch.testing.assert_close(*outs)
+        written = wide.state[rows].bfloat16()
+        torch.testing.assert_close(narrow.state[index], written, rtol=2**-7, atol=1e-6)
+        wide.state[rows] = narrow.state[index].float()
+
+    token = Token.make(shape, 2, device)
+    check(tuple(fused(u, shape, weights, token, i, positions) for u, i in ((narrow, index), (wide, rows))))
+    for flushes in (torch.tensor([False, True], device=device), torch.tensor([True, True], device=device)):
+        positions = positions + 1
+        args = shape, weights, Token.make(shape, 2, device)
+        turn = positions, counts, flushes
+        check(tuple(replayed(u, *args, i, *turn) for u, i in ((narrow, index), (wide, rows))))
+        counts = torch.where(flushes, 0, counts + 1)
 
 
 @pytest.mark.parametrize("decay", [-1e4, -8.0])

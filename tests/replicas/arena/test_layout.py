@@ -1,5 +1,7 @@
 """The arena's arithmetic, against the sizes known for real models and against overlap."""
 
+from dataclasses import replace
+
 import pytest
 
 from hybridserve.replicas.arena.layout import STATE_ALIGN, plan_arena
@@ -21,6 +23,14 @@ def test_qwen_9b_unit_and_pages_are_the_known_sizes():
     assert layout.unit.nbytes == 24 * (32 * 128 * 128 * 4 + 4 * 8192 * 2)
     assert layout.units_per_extent == 1
     assert layout.pages_per_extent == 99
+
+
+def test_bf16_states_take_half():
+    mixers = [
+        replace(m, state_dtype="bfloat16") if isinstance(m, LinearAttentionSpec) else m for m in QWEN_9B
+    ]
+    layout = plan_arena(mixers, dtype_bytes=2, page_size=16)
+    assert layout.unit.nbytes == 24 * (32 * 128 * 128 * 2 + 4 * 8192 * 2)
 
 
 def test_a_model_of_small_states_carves_several_units_from_an_extent():

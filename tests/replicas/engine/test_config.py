@@ -9,6 +9,7 @@ from hybridserve.replicas.engine.config import EngineConfig
     ("field", "value"),
     [
         ("dtype", "int8"),
+        ("state_dtype", "float16"),
         ("device", "tpu"),
         ("load_format", "pickle"),
         ("tensor_parallel_size", 0),

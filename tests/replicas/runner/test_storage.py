@@ -1,5 +1,7 @@
 """Views of the arena's buffer: every row lies where the layout says, and copies move exactly their bytes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -18,12 +20,18 @@ MIXERS = (
 EXTENTS = 3
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+@pytest.fixture(
+    params=[(torch.float32, "float32"), (torch.bfloat16, "float32"), (torch.bfloat16, "bfloat16")], ids=str
+)
 def storage(request):
-    dtype = request.param
-    layout = plan_arena(MIXERS, dtype.itemsize, 16, replay_window=4)
+    dtype, state_dtype = request.param
+    mixers = [
+        replace(spec, state_dtype=state_dtype) if isinstance(spec, LinearAttentionSpec) else spec
+        for spec in MIXERS
+    ]
+    layout = plan_arena(mixers, dtype.itemsize, 16, replay_window=4)
     assert layout.units_per_extent > 1
-    storage = ArenaStorage(layout, EXTENTS, MIXERS, dtype, torch.device("cpu"))
+    storage = ArenaStorage(layout, EXTENTS, mixers, dtype, torch.device("cpu"))
     storage.buffer.fill_(0xFF)
     return storage
 
