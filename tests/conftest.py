@@ -25,6 +25,8 @@ os.environ.update(
     RAY_AUTH_MODE="disabled",
     RAY_USAGE_STATS_ENABLED="0",
     HF_HUB_OFFLINE="1",
+    # or tests that compute, beside those of Ray, would leave its workers next to nothing of the cores
+    RAY_worker_niceness="0",
     # on a machine that is busy a proxy takes longer than Serve would wait before it kills it
     RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S="120",
     RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S="60",

@@ -23,6 +23,8 @@ _EVERY_MODE = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": edge.IMPORT_PATH,
+    # Ray runs its workers, HAProxy with them, at a nice value of 15, as background work that others go before
+    "RAY_worker_niceness": "0",
     # the proxy starts beside engines that load and compile; after 5 s Serve would kill it and start another
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }

@@ -16,7 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1")
 # as `hybridserve serve` sets for the Serve that it starts
-os.environ.update(RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD="0", RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="0")
+os.environ.update(
+    RAY_worker_niceness="0",
+    RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD="0",
+    RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="0",
+)
 sys.path.insert(0, str(ROOT))
 
 from tests.cluster.survival.application import Application, Process, deploy, processes, seconds_until  # noqa: E402

@@ -80,26 +80,35 @@ async def answer(client, loads, name: str, max_tokens: int) -> int:
     return count
 
 
+async def until(holds: Callable[[], bool], seen: Callable[[], object], limit_s: float = 60.0) -> None:
+    """seen: what to tell when it does not hold in time."""
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, seen()
+        await asyncio.sleep(0.02)
+
+
 async def test_replicas_get_tokens_alike_and_answers_to_one_http_request_all_come(
     fake_factory, deploy
 ) -> None:
     from ray.serve import context
 
-    handle = deploy("router", fake_factory(step_s=0.01), 2)
+    handle = deploy("router", fake_factory(step_s=0.02), 2)
     client, loads, listener = await listening(handle, "router")
     assert await client.ready()
     # as within one HTTP request, whose calls all have the same id inside Serve
     context._serve_request_context.set(context._RequestContext(_internal_request_id="one"))
-    big = asyncio.create_task(answer(client, loads, "big", 200))
-    await asyncio.sleep(0.3)
-    small = [asyncio.create_task(answer(client, loads, f"s{i}", 40)) for i in range(4)]
-    await asyncio.sleep(0.2)
-    running = sorted(load.running for load in loads.reports().values())
-    assert running == [1, 4]
-    assert await asyncio.gather(big, *small) == [200, 40, 40, 40, 40]
+
+    def running() -> list[int]:
+        return sorted(load.running for load in loads.reports().values())
+
+    big = asyncio.create_task(answer(client, loads, "big", 240))
+    await until(lambda: 1 in running(), running)
+    small = [asyncio.create_task(answer(client, loads, f"s{i}", 50)) for i in range(4)]
+    await until(lambda: running() == [1, 4], running)
+    assert await asyncio.gather(big, *small) == [240, 50, 50, 50, 50]
     assert len(loads.replicas()) == 2
-    await asyncio.sleep(1.5)
-    assert loads.totals().outstanding == 0
+    await until(lambda: loads.totals().outstanding == 0, loads.totals)
     assert set(loads.reports()) == set(loads.replicas())
     await listener.close()
 
@@ -117,21 +126,21 @@ async def test_a_pool_grows_from_nothing_and_a_stream_outlives_its_shrinking(fak
     assert await answer(client, loads, "first", 5) == 5
     assert len(loads.replicas()) == 1
 
-    async def until(replicas: int, limit_s: float) -> float:
-        began = time.monotonic()
-        while len(loads.replicas()) != replicas:
-            assert time.monotonic() < began + limit_s, loads.replicas()
-            await asyncio.sleep(0.05)
-        return time.monotonic() - began
+    async def keep_busy(number: int) -> int:
+        turns = 0
+        while len(loads.replicas()) < 2:
+            assert await answer(client, loads, f"f{number}-{turns}", 100) == 100
+            turns += 1
+        return turns
 
-    # 800 outstanding tokens, and 200 a replica are wanted
-    flood = [asyncio.create_task(answer(client, loads, f"f{i}", 200)) for i in range(4)]
-    await until(2, 20)
+    # 400 outstanding tokens, and 200 a replica are wanted
+    flood = [asyncio.create_task(keep_busy(i)) for i in range(4)]
+    await until(lambda: len(loads.replicas()) == 2, loads.replicas)
     # one on each, still running when fewer replicas are enough
-    late = [asyncio.create_task(answer(client, loads, f"l{i}", 150)) for i in range(2)]
-    assert await asyncio.gather(*flood) == [200] * 4
-    await until(1, 20)
+    late = [asyncio.create_task(answer(client, loads, f"l{i}", 240)) for i in range(2)]
+    assert all(await asyncio.gather(*flood))
+    await until(lambda: len(loads.replicas()) == 1, loads.replicas)
     assert not any(task.done() for task in late)
-    assert await asyncio.gather(*late) == [150] * 2
-    await until(0, 60)
+    assert await asyncio.gather(*late) == [240] * 2
+    await until(lambda: not loads.replicas(), loads.replicas)
     await listener.close()
