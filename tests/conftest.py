@@ -108,7 +108,7 @@ _WITH_RAY = (
     "tests/cluster/rollout/",
     "tests/cluster/survival/",
     "tests/cluster/test_comm_benchmark.py",
-    "tests/packaging/",
+    "tests/packaging/test_ray_actor.py",
 )
 # on a GPU most of their time is compilation, minutes a file
 _COMPILING = ("tests/kernels/triton/", "tests/replicas/test_cuda.py")
