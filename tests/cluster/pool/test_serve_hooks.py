@@ -1,6 +1,7 @@
 """Our request router and autoscaling policy inside a real Serve, over engines without a model."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 
@@ -116,31 +117,29 @@ async def test_replicas_get_tokens_alike_and_answers_to_one_http_request_all_com
 async def test_a_pool_grows_from_nothing_and_a_stream_outlives_its_shrinking(fake_factory, deploy) -> None:
     handle = deploy(
         "scaling",
-        fake_factory(step_s=0.05),
+        fake_factory(step_s=0.1),
         {"min": 0, "max": 2},
-        target_load=0.1,
+        target_load=0.2,
         scale_up_after_s=0.2,
-        scale_down_after_s=1.0,
+        scale_down_after_s=2.0,
     )
     client, loads, listener = await listening(handle, "scaling")
     assert await answer(client, loads, "first", 5) == 5
     assert len(loads.replicas()) == 1
 
-    async def keep_busy(number: int) -> int:
-        turns = 0
-        while len(loads.replicas()) < 2:
-            assert await answer(client, loads, f"f{number}-{turns}", 100) == 100
-            turns += 1
-        return turns
+    async def keep_busy(number: int) -> None:
+        for turn in itertools.count():
+            assert await answer(client, loads, f"f{number}-{turn}", 200) == 200
 
-    # 400 outstanding tokens, and 200 a replica are wanted
+    # 400 outstanding tokens a replica are wanted: there are up to 800, then 300, one answer on each replica
     flood = [asyncio.create_task(keep_busy(i)) for i in range(4)]
     await until(lambda: len(loads.replicas()) == 2, loads.replicas)
-    # one on each, still running when fewer replicas are enough
-    late = [asyncio.create_task(answer(client, loads, f"l{i}", 240)) for i in range(2)]
-    assert all(await asyncio.gather(*flood))
+    for task in flood:
+        task.cancel()
+    await asyncio.wait(flood)
+    late = [asyncio.create_task(answer(client, loads, f"l{i}", 150)) for i in range(2)]
     await until(lambda: len(loads.replicas()) == 1, loads.replicas)
     assert not any(task.done() for task in late)
-    assert await asyncio.gather(*late) == [240] * 2
+    assert await asyncio.gather(*late) == [150] * 2
     await until(lambda: not loads.replicas(), loads.replicas)
     await listener.close()
