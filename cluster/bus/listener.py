@@ -134,6 +134,9 @@ class BusListener:
         frame = pack_cancel(Cancel(stream.reply_to.key))
         known = stream.writer in self._connections
         for writer in [stream.writer] if known else list(self._connections):
+            if writer.is_closing():
+                # it has just broken, which its reader is about to learn; uvloop would raise here
+                continue
             if writer.transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
                 logger.warning("token bus: %s does not read; its connection is dropped", _peer(writer))
                 writer.transport.abort()

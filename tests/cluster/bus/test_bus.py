@@ -102,6 +102,27 @@ async def test_cancel_travels_back() -> None:
         await until(lambda: both.cancelled == [stream.reply_to.key], "the cancel")
 
 
+@pytest.mark.parametrize(
+    "anyio_backend",
+    [("asyncio", {"use_uvloop": False}), ("asyncio", {"use_uvloop": True})],
+    ids=["asyncio", "uvloop"],
+)
+async def test_a_cancel_meets_a_connection_that_has_just_been_reset() -> None:
+    async with ends() as both:
+        stream = both.listener.open_stream()
+        channel = both.sender.open_stream(stream.reply_to.address)
+        both.sender.send(channel, [packed(stream, 0)])
+        await asyncio.wait_for(stream.get(), 5)
+        writer = stream.writer
+        writer.transport.abort()
+        turns = 0
+        while writer in both.listener._connections:
+            both.listener.cancel(stream)
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns > 0
+
+
 async def test_reconnects_after_a_broken_connection_and_says_that_something_may_be_lost() -> None:
     async with ends() as both:
         stream = both.listener.open_stream()
