@@ -75,7 +75,7 @@ class StateCache:
     """One linear-attention layer's states in the arena.
 
     Rows are windows that start at every 256 bytes, so they overlap; only those in `state_indices` are real.
-    recurrent: fp32 [N, num_v_heads, head_v_dim, head_k_dim] (S[v, k]).
+    recurrent: the spec's state_dtype [N, num_v_heads, head_v_dim, head_k_dim] (S[v, k]).
     conv: model dtype [N, kernel, conv_dim], a ring of the last `kernel` inputs of the convolution, position p
         in column p % kernel; after any step of a sequence all columns are defined, zero before position 0.
     replay: rings of inputs that `recurrent` lacks yet, in an arena with room for them; the value is both.

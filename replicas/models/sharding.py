@@ -20,19 +20,18 @@ QUERY_HEADS = "num_attention_heads"
 
 def with_splits(config: ModelConfig, linear_attention_split: str, moe_split: str) -> ModelConfig:
     """`config` with how its layers are cut, one of `LINEAR_SPLITS` and one of `MOE_SPLITS`."""
-    mixers = tuple(
-        replace(spec, split=linear_attention_split) if isinstance(spec, LinearAttentionSpec) else spec
-        for spec in config.mixers
-    )
     moe = config.moe and replace(config.moe, split=moe_split)
-    return replace(config, mixers=mixers, moe=moe)
+    return replace(_with_linear(config, split=linear_attention_split), moe=moe)
 
 
 def with_state_dtype(config: ModelConfig, state_dtype: str) -> ModelConfig:
     """`config` with what its recurrent states are kept in, one of `STATE_DTYPES`."""
+    return _with_linear(config, state_dtype=state_dtype)
+
+
+def _with_linear(config: ModelConfig, **changes: str) -> ModelConfig:
     mixers = tuple(
-        replace(spec, state_dtype=state_dtype) if isinstance(spec, LinearAttentionSpec) else spec
-        for spec in config.mixers
+        replace(spec, **changes) if isinstance(spec, LinearAttentionSpec) else spec for spec in config.mixers
     )
     return replace(config, mixers=mixers)
 

@@ -59,7 +59,7 @@ def step_cost(
 ) -> StepCost:
     """A step in which each of `sequences` computes `tokens` tokens after `context` earlier ones.
 
-    Everything in the config's dtype, states in fp32.
+    Everything in the config's dtype, states in their own.
 
     Raises:
         ValueError: `tp_size` does not divide what has to be cut, or the strategy is unknown.

@@ -25,10 +25,7 @@ import multiprocessing
 import os
 import platform
 import random
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,7 +36,6 @@ from pathlib import Path
 from typing import Literal
 
 import aiohttp
-import httpx
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -48,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from serve.client import Target  # noqa: E402
 from serve.crowd import Crowd  # noqa: E402
+from serve.servers import free_port, running_server  # noqa: E402
 
 from hybridserve.cluster.cli.serve import ServeFile, read_serve_file  # noqa: E402
 from hybridserve.cluster.pool.engine_factory import CheckpointEngine  # noqa: E402
@@ -56,7 +53,6 @@ from hybridserve.replicas.sampling_params import SamplingParams  # noqa: E402
 from hybridserve.replicas.text.tokenizer import Tokenizer  # noqa: E402
 
 PAUSE_S = 0.1
-READY_TIMEOUT_S = 300.0
 Row = dict[str, float]
 
 
@@ -90,36 +86,6 @@ def running_engine(config: EngineConfig) -> Iterator[Connection]:
     finally:
         ours.send(None)
         process.join()
-
-
-@contextmanager
-def running_server(config: Path, port: int, url: str) -> Iterator[float]:
-    """Seconds from starting `hybridserve serve` until it is ready."""
-    command = "import sys; from hybridserve.cluster.cli.main import main; sys.exit(main())"
-    began = time.monotonic()
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", command, "serve", str(config), "--port", str(port)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            while not answers(url):
-                if process.poll() is not None or time.monotonic() > began + READY_TIMEOUT_S:
-                    log.seek(0)
-                    raise SystemExit(f"the server did not start:\n{log.read().decode(errors='replace')}")
-                time.sleep(0.1)
-            yield time.monotonic() - began
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait()
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready", timeout=10).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 class Client:
@@ -280,12 +246,6 @@ def device_of(file: ServeFile) -> Literal["cpu", "cuda"]:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

@@ -2,14 +2,18 @@
 
 import copy
 import random
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import yaml
-from bench_http import running_server
 
 from hybridserve.cluster.cli.serve import ServeFile, read_serve_file
 from hybridserve.cluster.serve_file import read_application
@@ -17,6 +21,7 @@ from hybridserve.cluster.simulation.merging import merged_pools
 
 # above what Ray gives its workers, below what the system gives who asks for any port
 _PORTS = range(20000, 32768)
+READY_TIMEOUT_S = 300.0
 
 
 @contextmanager
@@ -45,3 +50,33 @@ def free_port() -> int:
                 continue
         return port
     raise SystemExit("none of a hundred ports is free")
+
+
+@contextmanager
+def running_server(config: Path, port: int, url: str) -> Iterator[float]:
+    """Seconds from starting `hybridserve serve` until it is ready."""
+    command = "import sys; from hybridserve.cluster.cli.main import main; sys.exit(main())"
+    began = time.monotonic()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", command, "serve", str(config), "--port", str(port)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            while not answers(url):
+                if process.poll() is not None or time.monotonic() > began + READY_TIMEOUT_S:
+                    log.seek(0)
+                    raise SystemExit(f"the server did not start:\n{log.read().decode(errors='replace')}")
+                time.sleep(0.1)
+            yield time.monotonic() - began
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", timeout=10).status_code == 200
+    except httpx.TransportError:
+        return False

@@ -11,7 +11,7 @@ import pytest
 from hybridserve.cluster.bus import frames
 from hybridserve.cluster.bus.frames import Entry
 from hybridserve.cluster.bus.listener import BusListener
-from hybridserve.cluster.bus.sender import BusSender
+from hybridserve.cluster.bus.sender import BusSender, Channel
 from hybridserve.cluster.bus.stream import Stream
 from hybridserve.cluster.routing.load import ReplicaLoad
 from hybridserve.replicas.engine.plan import EngineOutput
@@ -60,6 +60,15 @@ async def until(condition: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(0.005)
 
 
+async def connected(both: Ends) -> tuple[Stream, Channel]:
+    """A stream whose first entry has been read, and its engine's side."""
+    stream = both.listener.open_stream()
+    channel = both.sender.open_stream(stream.reply_to.address)
+    both.sender.send(channel, [packed(stream, 0)])
+    await asyncio.wait_for(stream.get(), 5)
+    return stream, channel
+
+
 async def test_entries_arrive_in_order_with_the_load() -> None:
     async with ends() as both:
         streams = [both.listener.open_stream() for _ in range(3)]
@@ -94,10 +103,7 @@ async def test_unknown_keys_and_old_attempts_are_dropped_and_counted() -> None:
 
 async def test_cancel_travels_back() -> None:
     async with ends() as both:
-        stream = both.listener.open_stream()
-        channel = both.sender.open_stream(stream.reply_to.address)
-        both.sender.send(channel, [packed(stream, 0)])
-        await asyncio.wait_for(stream.get(), 5)
+        stream, channel = await connected(both)
         both.listener.cancel(stream)
         await until(lambda: both.cancelled == [stream.reply_to.key], "the cancel")
 
@@ -109,10 +115,7 @@ async def test_cancel_travels_back() -> None:
 )
 async def test_a_cancel_meets_a_connection_that_has_just_been_reset() -> None:
     async with ends() as both:
-        stream = both.listener.open_stream()
-        channel = both.sender.open_stream(stream.reply_to.address)
-        both.sender.send(channel, [packed(stream, 0)])
-        await asyncio.wait_for(stream.get(), 5)
+        stream, channel = await connected(both)
         writer = stream.writer
         writer.transport.abort()
         turns = 0
@@ -125,10 +128,7 @@ async def test_a_cancel_meets_a_connection_that_has_just_been_reset() -> None:
 
 async def test_reconnects_after_a_broken_connection_and_says_that_something_may_be_lost() -> None:
     async with ends() as both:
-        stream = both.listener.open_stream()
-        channel = both.sender.open_stream(stream.reply_to.address)
-        both.sender.send(channel, [packed(stream, 0)])
-        await asyncio.wait_for(stream.get(), 5)
+        stream, channel = await connected(both)
         assert stream.writer is not None
         stream.writer.transport.abort()
         await until(lambda: channel.epoch == 1, "the broken connection")
