@@ -14,8 +14,9 @@ from hybridserve.parallel.comm_benchmark.formulas import percentile
 from hybridserve.parallel.group import TensorParallelGroup
 
 Step = Callable[[], object]
-# long enough for the host to enqueue a replay before the device reaches it (about 50 µs)
-_HEAD_START_CYCLES = 100_000
+# long enough for the host to enqueue a replay before the device reaches it: about 100 µs, for two launches of
+# Triton's, two events and a graph
+_HEAD_START_CYCLES = 200_000
 _BATCH = 100
 
 
