@@ -19,6 +19,7 @@ BEGAN = time.perf_counter()
 import argparse  # noqa: E402  imports are a part of what is measured
 import dataclasses  # noqa: E402
 import datetime  # noqa: E402
+import logging  # noqa: E402
 import os  # noqa: E402
 import random  # noqa: E402
 import re  # noqa: E402
@@ -187,6 +188,7 @@ def make_llm(args: argparse.Namespace, model: str, max_position_embeddings: int)
     from hybridserve.replicas.llm import LLM
     from hybridserve.replicas.models.config import is_shape_file
 
+    say_how_ranks_meet()
     return LLM(
         model,
         load_format="dummy" if is_shape_file(model) else args.load_format,
@@ -204,6 +206,12 @@ def make_llm(args: argparse.Namespace, model: str, max_position_embeddings: int)
         show_progress=False,
         seed=0,
     )
+
+
+def say_how_ranks_meet() -> None:
+    """Have it told how small messages are summed, which decides what several GPUs give."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("hybridserve.parallel.group").setLevel(logging.INFO)
 
 
 def recovered(session: "Session") -> bool:

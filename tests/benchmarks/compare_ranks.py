@@ -21,7 +21,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "offline")]
 
 from agreement import Agreement, compare, reference_answers  # noqa: E402
-from bench_offline import find_model  # noqa: E402
+from bench_offline import find_model, say_how_ranks_meet  # noqa: E402
 
 from hybridserve.replicas.llm import LLM  # noqa: E402
 from hybridserve.replicas.models.config import is_shape_file, load_model_config  # noqa: E402
@@ -86,6 +86,7 @@ def main() -> int:
         model = find_model(args.shape)
     except ValueError as error:
         parser.error(str(error))
+    say_how_ranks_meet()
     vocab_size, rng = load_model_config(model).vocab_size, random.Random(0)
     lengths = [LENGTHS[at % len(LENGTHS)] for at in range(args.prompts)]
     prompts = [[rng.randrange(10, vocab_size) for _ in range(length)] for length in lengths]
