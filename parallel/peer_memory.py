@@ -20,10 +20,11 @@ from hybridserve.parallel.rendezvous import Store, wait_for_keys
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 2 * 2**20
-"""Larger messages are NCCL's: a ring moves fewer bytes."""
+MAX_MESSAGE_BYTES = 8 * 2**20
+"""Larger messages are NCCL's. On two H200 this is still faster at this size (docs/performance.md)."""
 ONE_SHOT_BYTES = {2: MAX_MESSAGE_BYTES, 4: 512 * 2**10, 8: 256 * 2**10}
-"""Ranks, at most -> the longest message that each rank reads whole from all others."""
+"""Ranks, at most -> the longest message that each rank reads whole from all others. Between two ranks the
+second shot saves no bytes; for 4 and 8 these are estimates, not measured."""
 MAX_WIDTH = 16384
 """A program holds a whole row."""
 NARROW, USUAL_WIDTH = 1024, 4096
