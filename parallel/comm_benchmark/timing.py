@@ -62,11 +62,16 @@ def measure(
 ) -> tuple[Times, ...]:
     """Times of each of `steps`, one replay of each in turn, so that a drifting machine drifts for all.
 
-    The number of replays is what fits into `row_seconds` for all steps together, within the two limits. A
-    step is `calls` calls; the times are of one.
+    The number of replays is what fits into `row_seconds` for all steps together, within the two limits. What
+    a replay takes beside its step, to be launched and to meet, counts as well. A step is `calls` calls; the
+    times are of one.
     """
+    # the first may compile, or connect
+    _replay(steps, meeting, 1)
+    began = time.perf_counter()
     warm_up = _replay(steps, meeting, min(3, min_replays))
-    once = sum(min(meeting.slowest(own)) for own in warm_up)
+    own_seconds = (time.perf_counter() - began) / len(warm_up[0])
+    [once] = meeting.slowest([own_seconds])
     count = max(min_replays, min(max_replays, int(row_seconds / max(once, 1e-9))))
     return tuple(_summary(meeting.slowest(own), calls) for own in _replay(steps, meeting, count))
 
