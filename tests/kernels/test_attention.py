@@ -151,6 +151,14 @@ def test_decode_equal_lengths(assert_accurate):
     check_decode((37,) * 16, 4, 2, assert_accurate)
 
 
+def test_decode_of_no_rows():
+    paged = make_pages((5,), 2, 24)
+    out = attention_decode(
+        torch.empty(0, 4, 24), paged.keys, paged.values, paged.block_tables[:0], (), scale=0.3
+    )
+    assert out.shape == (0, 4, 24)
+
+
 def test_decode_rows_are_bitwise_their_own_in_any_batch():
     lens = (1, 16, 300, 17, 40, 40, 64, 65, 100, 33, 128, 127)
     paged = make_pages(lens, 2, 24)
