@@ -296,6 +296,23 @@ def test_a_negative_row_is_not_touched(device):
     assert torch.equal(state[0], before[0]) and not torch.equal(state[1], before[1])
 
 
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_gates_and_states_that_would_be_read_wrongly_are_refused(decay, device):
+    inputs = make_inputs(5, (1, 2, 32, 32), device, DTYPES[0], decay)
+    rows = (torch.tensor([0], device=device), torch.tensor([False], device=device), (5,))
+
+    def refused(given: Inputs, heads: int = 2) -> None:
+        state = torch.zeros(1, heads, 32, 32, device=device)
+        with pytest.raises(AssertionError):
+            prefill.linear_attention_prefill(*given.fields(), state, *rows)
+
+    for name in ("g", "beta"):
+        gate = getattr(inputs, name)
+        refused(replace(inputs, **{name: gate.repeat_interleave(2, 1)[:, ::2]}))
+        refused(replace(inputs, **{name: gate[:, :1].contiguous()}))
+    refused(inputs, heads=1)
+
+
 def test_states_may_be_bf16(device):
     dims, length = ((2, 4, 128, 128), 100) if CUDA else ((1, 1, 32, 32), 20)
     inputs = make_inputs(length, dims, device, torch.float32)
