@@ -9,7 +9,9 @@ from hybridserve.kernels.sampler import cpu, draw_key
 from hybridserve.kernels.sampler import triton_sample as module
 from hybridserve.kernels.sampler.random import FIRST, GOLDEN, MASK, SECOND, gumbel_noise
 from hybridserve.kernels.sampler.triton_greedy import greedy
+from hybridserve.kernels.sampler.triton_logprobs import token_logprobs
 from hybridserve.kernels.sampler.triton_math import least_exponential, noise_of
+from hybridserve.kernels.sampler.triton_penalties import bias_batch, penalize_batch
 from hybridserve.kernels.sampler.triton_sample import SERVED, Tuning, sample, sample_seeded
 from hybridserve.kernels.testing import poisoned_memory
 
@@ -309,6 +311,27 @@ def test_tiny_temperature_is_greedy(device, filters, temperature):
     logits = torch.randn(2, 600).to(device)
     given = on(device, same_options(2, temperature=temperature, **filters))
     assert torch.equal(sample(logits, **given, tuning=SMALL)[0], logits.argmax(-1))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "keys"])
+def test_options_of_fewer_rows_are_refused(device, name):
+    given = on(device, same_options(2))
+    with pytest.raises(AssertionError):
+        sample(torch.zeros(2, 10, device=device), **(given | {name: given[name][:1]}))
+
+
+def test_columns_that_do_not_lie_side_by_side_are_refused(device):
+    logits, given = torch.randn(10, 2, device=device).T, on(device, same_options(2))
+    ids = torch.zeros(2, dtype=torch.int64, device=device)
+    for call in (
+        lambda: sample(logits, **given),
+        lambda: greedy(logits),
+        lambda: token_logprobs(logits, ids, 1),
+        lambda: penalize_batch(logits, ids[:, None], ids, ids, *(given["temperature"],) * 3),
+        lambda: bias_batch(logits, ids[:, None], given["min_p"][:, None], ids[:, None]),
+    ):
+        with pytest.raises(AssertionError):
+            call()
 
 
 def test_no_rows(device):
