@@ -258,6 +258,24 @@ def test_equal_logits_at_the_boundary_are_kept_by_rising_id(device, tuning):
     assert len(set(tokens.tolist()) & set(range(50, 57))) > 1
 
 
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 1e-6}, {"top_k": 4, "top_p": 0.01}])
+def test_zeros_of_either_sign_rank_by_rising_id(device, filters):
+    """Few of them, so that they are ranked by a sort."""
+    logits = torch.full((1, 1000), -9.0)
+    logits[:, 51::300] = 0.0
+    logits[:, 51] = -0.0
+    tokens, _ = sample(logits.to(device), **on(device, same_options(1, **filters)), tuning=SMALL)
+    assert tokens.tolist() == [51]
+
+
+@pytest.mark.parametrize("tuning", [SMALL, SCANNING], ids=["gathered", "scanned"])
+@pytest.mark.parametrize("top_k", [3, 100])
+def test_top_p_is_a_share_of_what_top_k_keeps(device, top_k, tuning):
+    """Of nearly equal weights: half of the kept ones, where half of all would be every one of them."""
+    logits = (torch.arange(1000) * -1e-3).expand(8, -1).to(device)
+    assert_agrees(logits, same_options(8, top_k=top_k, top_p=0.5, temperature=100.0), tuning)
+
+
 @pytest.mark.parametrize("filters", [{}, {"top_k": 40}, {"top_p": 0.9}])
 def test_rounding_noise_in_the_logits_changes_no_draw(gpu, filters):
     logits = torch.randn(1000, 8192, device=gpu) * 2
