@@ -176,7 +176,7 @@ def test_families(decay, beta, dtype, device):
     "dims",
     [(2, 2, 64, 32), (1, 3, 48, 40), (1, 8, 256, 64), (2, 4, 96, 192), (4, 4, 64, 256), (2, 6, 128, 64)]
     if CUDA
-    else [(1, 3, 48, 40)],
+    else [(1, 3, 48, 40), (2, 4, 16, 16)],
 )
 def test_head_sizes(dims, decay, device):
     check(make_inputs(sum(RAGGED), dims, device, DTYPES[0], decay), RAGGED)
@@ -369,7 +369,7 @@ def test_lengths_compile_nothing_new(device):
 @pytest.mark.parametrize("tma", [True, False])
 def test_tilings_of_bf16_in_fp32(tma, chunk, lens, device, monkeypatch):
     """What the interpreter cannot run in bf16; one short sequence is done in parts."""
-    dims = (1, 2, 32, 32)
+    dims = (2, 4, 32, 32)
     tiling = replace(prefill.Tiling.choose(torch.float32, 32, 32, False, True), chunk=chunk, tma=tma)
     monkeypatch.setattr(prefill.Tiling, "choose", lambda *_: tiling)
     check(make_inputs(sum(lens), dims, device, torch.float32), lens)
