@@ -329,6 +329,15 @@ def test_halves_of_the_channels(device, replay):
         torch.testing.assert_close(normed, whole.view(heads)[:, :, own])
 
 
+def test_fused_row_before_its_sequence_touches_nothing(device):
+    shape = Shape(1, 2)
+    units = Units(shape, device, 2)
+    before, index = units.buffer.clone(), torch.arange(2, device=device) * units.step
+    token = Token.make(shape, 2, device)
+    out = fused(units, shape, Weights.make(shape, device), token, index, torch.full_like(index, -1))
+    assert not out.any() and torch.equal(units.buffer, before)
+
+
 def test_fused_rows_are_bitwise_their_own_in_any_batch(device):
     shape = Shape()
     weights, token = Weights.make(shape, device), Token.make(shape, 3, device)
