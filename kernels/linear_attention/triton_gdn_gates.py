@@ -9,7 +9,7 @@ from hybridserve.kernels.linear_attention.triton_decode_parts import exp_exact, 
 TILE = 1024
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["a_ptr", "b_ptr"])
 def _gdn_gates_kernel(
     a_ptr,
     b_ptr,

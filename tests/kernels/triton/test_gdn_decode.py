@@ -227,11 +227,17 @@ def padded(x: torch.Tensor, value: int) -> torch.Tensor:
     return torch.cat((x, torch.full_like(x[:1], value)))
 
 
-def check_fused(shape: Shape, device: torch.device, weights: Weights, token: Token, batch: int = 2) -> None:
-    """One step of `batch` rows and one of padding, among a unit that is nobody's."""
+def check_fused(
+    shape: Shape, device: torch.device, weights: Weights, token: Token, batch: int = 2, history: float = 1.0
+) -> None:
+    """One step of `batch` rows and one of padding, among a unit that is nobody's.
+
+    history: the size of the inputs before.
+    """
     units = Units(shape, device, batch + 1)
     index = torch.randperm(batch + 1, device=device)[:batch] * units.step
     rings, initial = units.start(index)
+    units.conv[index] = rings = rings * history
     positions = torch.randint(1, 1000, (batch,), device=device)
     before = units.buffer.clone()
     out = fused(units, shape, weights, token.with_padding(), padded(index, -1), padded(positions, 5))
@@ -276,7 +282,7 @@ def test_fused_extremes(device, size, decay, b):
         A_log=torch.zeros(4, device=device),
         dt_bias=torch.zeros(4, device=device),
     )
-    check_fused(shape, device, weights, token.replaced(a=a, b=torch.full_like(a, b)), 1)
+    check_fused(shape, device, weights, token.replaced(a=a, b=torch.full_like(a, b)), 1, size)
 
 
 @pytest.mark.parametrize("replay", [False, True])
@@ -403,7 +409,7 @@ def check_replay(shape: Shape, device: torch.device, steps: int, decay: float | 
     assert_as_good_as_plain(units.state[index], plain_state, exact_state)
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 2), Shape(1, 2, 48, 40)])
+@pytest.mark.parametrize("shape", [Shape(1, 2), Shape(2, 2, 48, 40)])
 def test_replay(device, shape):
     # more than a window; other dtypes are for a GPU, below
     check_replay(shape, device, 20)
