@@ -83,6 +83,10 @@ def comm(
         max_bytes=None if max_size is None else parse_size("max_size", max_size),
         quick=quick,
     )
+    if not quick:
+        typer.echo(
+            f"measuring {settings.tp_size} ranks by {backend} takes minutes; --quick: seconds", err=True
+        )
     report = run_local(settings) if ray_address is None else _run_on_ray(settings, ray_address)
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=1) + "\n")
