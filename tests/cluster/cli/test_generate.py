@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from hybridserve.replicas.llm import LLM, SamplingParams
 
@@ -25,6 +26,17 @@ def test_one_prompt_streams(hybridserve: Callable, demo_model: Path, greedy: Cal
     assert ran.out == greedy(PROMPT) + "\n"
     assert "loading weights" in ran.err
     assert re.search(r"\[\d+ prompt tokens, \d generated, (length|stop); first token after \d+ ms", ran.err)
+
+
+def test_two_processes_share_the_model(
+    hybridserve: Callable, demo_model: Path, greedy: Callable[[str], str]
+) -> None:
+    threads = torch.get_num_threads()
+    ran = hybridserve("generate", demo_model, "--tp", 2, "--device", "cpu", "--prompt", PROMPT, *SMALL)
+    torch.set_num_threads(threads)
+    assert (ran.code, ran.out) == (0, greedy(PROMPT) + "\n"), ran.err
+    ran = hybridserve("generate", demo_model, "--tp", 3, "--prompt", PROMPT)
+    assert ran.code == 1 and "error: tensor_parallel_size is 3, but tp_size 3 does not divide" in ran.err
 
 
 def test_a_file_of_prompts_gives_json_lines(
