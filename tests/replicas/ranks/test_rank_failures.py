@@ -173,6 +173,16 @@ def test_an_interrupt_of_the_terminal_is_rank_0s_to_handle(options) -> None:
     llm.shutdown()
 
 
+def test_the_end_of_a_fork_ends_no_rank(options, monkeypatch) -> None:
+    llm = LLM(show_progress=False, **options)
+    ranks = rank_processes()
+    with monkeypatch.context() as fork:
+        fork.setattr(os, "getpid", lambda: 0)
+        llm.engine._executor._stop(0.0)
+    assert len(ranks) == 1 and rank_processes() == ranks
+    llm.shutdown()
+
+
 def rank_processes(parent: int | None = None) -> list[int]:
     """The ids of running processes of ranks that `parent`, by default this process, has started."""
     found = []
