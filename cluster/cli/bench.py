@@ -87,6 +87,10 @@ def comm(
         quick=quick,
         row_seconds=row_seconds,
     )
+    if not quick:
+        typer.echo(
+            f"measuring {settings.tp_size} ranks by {backend} takes minutes; --quick: seconds", err=True
+        )
     report = run_local(settings) if ray_address is None else _run_on_ray(settings, ray_address)
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=1) + "\n")
