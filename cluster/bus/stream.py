@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from hybridserve.cluster.bus.frames import ReplyTo
+from hybridserve.cluster.bus.frames import Failure, ReplyTo
 from hybridserve.cluster.bus.joined import joined
 from hybridserve.replicas.engine.plan import EngineOutput
 
@@ -59,7 +59,9 @@ class Stream:
         self.next_index = first_index
         """Of the token that is to be taken in next."""
         self.writer: asyncio.StreamWriter | None = None
-        """The connection that the last news came by."""
+        """The connection that the last news came by, or the request went by."""
+        self.failure: asyncio.Future[Failure] | None = None
+        """Of a request that went by the bus: its end when it comes without output."""
         self.overflowed = False
         self._on_accepted = on_accepted
         self._max_unread_tokens = max_unread_tokens
@@ -89,6 +91,11 @@ class Stream:
         self._finished = fresh.finished
         self._put(fresh)
         return "new"
+
+    def fail(self, failure: Failure) -> None:
+        """The request has ended without output; of one that went by a call, the call says so."""
+        if self.failure is not None and not self.failure.done():
+            self.failure.set_result(failure)
 
     def wake(self) -> None:
         """Let `get` return None once, after the news that are queued."""
