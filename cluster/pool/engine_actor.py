@@ -134,9 +134,7 @@ class EngineActor:
 
     async def generate(self, request: GenerationRequest, reply_to: ReplyTo) -> GenerationReply:
         """Serve a request, its tokens going to `reply_to` as they come, and in the reply at the end."""
-        one = self._submit(
-            request, reply_to, self._sender.open_stream(reply_to.address, reply_to.passes)
-        )
+        one = self._submit(request, reply_to, self._sender.open_stream(reply_to.address, reply_to.passes))
         try:
             # an entry without tokens: the ingress learns by which connection it can cancel
             self._send({one.channel: [(one, EngineOutput(request.request_id, first_index=0))]})
