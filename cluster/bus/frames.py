@@ -35,8 +35,8 @@ class FrameError(Exception):
 
 @dataclass(frozen=True)
 class Passes:
-    """By which the ends of a connection know each other: random, told inside Serve's calls alone, and of one
-    listener. Two, so that whoever listens in an ingress' place learns nothing by which it could send requests."""
+    """By which the ends of a connection know each other: random, a listener's own, told inside Serve's calls
+    alone. Two, so that who listens in an ingress' place learns nothing by which it could send requests."""
 
     engine: bytes
     """Shown by the engine when it has dialled."""

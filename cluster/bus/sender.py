@@ -44,8 +44,8 @@ class Channel:
 
     `epoch` grows whenever something may have been lost (a broken connection, an overflowing backlog). When
     frames go out again, `catch_up` is called until it returns False: it is to send all of the streams' news
-    again, a part at a time, and nothing else is to be said of a stream before that. A peer that takes no bytes
-    for `write_timeout_s` is dialled anew.
+    again, a part at a time, and nothing else is to be said of a stream before that. A peer that takes no
+    bytes for `write_timeout_s` is dialled anew.
     """
 
     def __init__(

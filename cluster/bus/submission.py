@@ -1,4 +1,4 @@
-"""A request on its way from the ingress to an engine by the bus, as bytes; and all that an engine reads there.
+"""A request on its way from the ingress to an engine by the bus, as bytes, and all else that goes there.
 
 Owns that part of the wire format. Knows nothing of sockets.
 """

@@ -318,7 +318,7 @@ class EngineActor:
         self._unheard.forget_where(lambda one: one.channel is channel)
 
     def catch_up(self, channel: Channel) -> bool:
-        """Say again what a broken connection may have lost, of some streams. Returns whether there are more."""
+        """Say again, of some streams, what a broken connection may have lost. Returns whether there are more."""
         known = (*self._requests.values(), *self._unheard)
         behind = [one for one in known if one.channel is channel and one.epoch != channel.epoch]
         for one in behind[:_CAUGHT_UP_AT_ONCE]:
