@@ -29,6 +29,7 @@ from hybridserve.cluster.bus.frames import (
     pack_cancel,
     unpack,
 )
+from hybridserve.cluster.bus.pace import Pace
 from hybridserve.cluster.bus.stream import MAX_UNREAD_TOKENS, Stream
 from hybridserve.cluster.bus.submission import MAX_SUBMISSION_BYTES
 from hybridserve.cluster.routing.load import ReplicaLoad
@@ -90,6 +91,7 @@ class BusListener:
         self._port = 0
         self._server: asyncio.Server | None = None
         self._streams: dict[bytes, Stream] = {}
+        self._pace = Pace(lambda: bool(self._streams))
         self._loads: dict[asyncio.StreamWriter, ReplicaLoad] = {}
         self._names: dict[asyncio.StreamWriter, str] = {}
         self._unknown: Counter[asyncio.StreamWriter] = Counter()
@@ -133,8 +135,9 @@ class BusListener:
         """A stream with a key of its own, which is dropped with `close_stream`."""
         assert self._port, "the listener must be started first"
         reply_to = ReplyTo(self._host, self._port, secrets.token_bytes(KEY_BYTES), attempt, self._passes)
-        stream = Stream(reply_to, first_index, on_accepted, self._max_unread_tokens)
+        stream = Stream(reply_to, first_index, on_accepted, self._max_unread_tokens, self._pace)
         self._streams[reply_to.key] = stream
+        self._pace.start()
         return stream
 
     def close_stream(self, stream: Stream) -> None:
