@@ -1,8 +1,8 @@
 """How often streams are read while an ingress has more to do than it can.
 
-A running stream's event costs many times what a token in it does, and all streams that have begun would have one
-with every step: an ingress that 64 requests reach at once then spends its time on the first ones' tokens, and
-lets the others wait. So while its event loop is busy, a stream that has begun is read less often, and more
+A running stream's event costs many times what a token in it does, and all streams that have begun would have
+one with every step: an ingress that 64 requests reach at once then spends its time on the first ones' tokens,
+and lets the others wait. So while its event loop is busy, a stream that has begun is read less often, and more
 tokens become one event. Knows nothing of what is read.
 """
 
@@ -15,8 +15,8 @@ TICK_S = 0.01
 LONGEST_S = 0.04
 """Between two readings of a stream: hardly seen by who reads a text, and eight steps of a fast engine."""
 # of the event loop's time
-_BUSY = 0.8
-_FREE = 0.5
+_BUSY = 0.6
+_FREE = 0.3
 
 
 class Held(Protocol):
@@ -47,7 +47,7 @@ class Pace:
         self._cpu_clock = cpu_clock
         self._running = False
         self._held: set[Held] = set()
-        self._looked = self._worked = 0.0
+        self._looked, self._worked = clock(), cpu_clock()
         self.interval_s = 0.0
         """How long a stream that was read is left alone; 0: not at all."""
 
@@ -67,7 +67,7 @@ class Pace:
         now, worked = self.clock(), self._cpu_clock()
         passed = max(now - self._looked, 1e-6)
         # late also where other processes have the cores: whoever is behind had better do less
-        late = passed > 2.5 * TICK_S
+        late = passed > 2 * TICK_S
         share = (worked - self._worked) / passed
         self._looked, self._worked = now, worked
         if late or share > _BUSY:

@@ -1,8 +1,8 @@
 """The ingress' side of a pool: requests by the bus or one handle call each, tokens by the bus.
 
 A request goes by the bus where its replica's engine is connected already, which a call has made it do; a
-call's reply fills what the bus leaves out. Knows how a pool is reached and how it can fail; nothing of HTTP, of
-text, or of what a failure leads to.
+call's reply fills what the bus leaves out. Knows how a pool is reached and how it can fail; nothing of HTTP,
+of text, or of what a failure leads to.
 """
 
 import asyncio

@@ -318,7 +318,7 @@ class EngineActor:
         self._unheard.forget_where(lambda one: one.channel is channel)
 
     def catch_up(self, channel: Channel) -> bool:
-        """Say again, of some streams, what a broken connection may have lost. Returns whether there are more."""
+        """Say again, of some streams, what may have been lost. Returns whether there are more of them."""
         known = (*self._requests.values(), *self._unheard)
         behind = [one for one in known if one.channel is channel and one.epoch != channel.epoch]
         for one in behind[:_CAUGHT_UP_AT_ONCE]:
