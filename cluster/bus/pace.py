@@ -1,9 +1,9 @@
 """How often streams are read while an ingress has more to do than it can.
 
 A running stream's event costs many times what a token in it does, and all streams that have begun would have
-one with every step: an ingress that 64 requests reach at once then spends its time on the first ones' tokens,
-and lets the others wait. So while its event loop is busy, a stream that has begun is read less often, and more
-tokens become one event. Knows nothing of what is read.
+one with every step: an ingress that 64 requests reach at once then spends its time on the first ones' tokens
+and lets the others wait. So while its event loop is busy, a stream that has begun is read less often, and
+more tokens become one event. Knows nothing of what is read.
 """
 
 import asyncio
