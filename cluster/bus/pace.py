@@ -16,7 +16,7 @@ LONGEST_S = 0.04
 """Between two readings of a stream: hardly seen by who reads a text, and eight steps of a fast engine."""
 # of the event loop's time
 _BUSY = 0.6
-_FREE = 0.3
+_FREE = 0.5
 
 
 class Held(Protocol):

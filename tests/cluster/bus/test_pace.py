@@ -41,10 +41,10 @@ def looked(pace: Pace, clocks: Clocks, share: float, times: int, seconds: float 
 async def test_it_slows_down_at_once_and_back_slowly() -> None:
     clocks = Clocks()
     pace = clocks.pace()
-    assert looked(pace, clocks, 0.5, 10) == 0.0
+    assert looked(pace, clocks, 0.55, 10) == 0.0
     assert looked(pace, clocks, 0.9, 1) == TICK_S
     assert looked(pace, clocks, 0.9, 10) == LONGEST_S
-    assert looked(pace, clocks, 0.5, 10) == LONGEST_S
+    assert looked(pace, clocks, 0.55, 10) == LONGEST_S
     assert looked(pace, clocks, 0.1, 1) == LONGEST_S - TICK_S / 2
     assert looked(pace, clocks, 0.1, 20) == 0.0
     # it did little, but was kept from doing more
@@ -88,14 +88,14 @@ async def test_a_reader_that_comes_too_early_is_roused_when_it_is_time() -> None
     stream.take(token(0))
     await stream.get()
     stream.take(token(1))
-    looked(pace, clocks, 0.5, 5)
+    looked(pace, clocks, 0.55, 5)
     # nobody was there when it was due
     assert (await asyncio.wait_for(stream.get(), 1)).token_ids == (101,)
     stream.take(token(2))
     reader = asyncio.create_task(stream.get())
     await asyncio.sleep(0)
     assert not reader.done()
-    looked(pace, clocks, 0.5, 5)
+    looked(pace, clocks, 0.55, 5)
     assert (await asyncio.wait_for(reader, 1)).token_ids == (102,)
 
 
