@@ -15,6 +15,7 @@ MAX_STOP_STRING_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 64
 MAX_LOGIT_BIAS = 1024
+_PLAIN = frozenset((int, float, bool, type(None)))
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,9 @@ class SamplingParams:
         if not isinstance(bias, Mapping):
             raise ValueError(f"logit_bias must be a mapping of token ids to numbers, got {bias!r}")
         for name, value in vars(self).copy().items():
+            if type(value) in _PLAIN:
+                # nearly all; to ask abstract classes costs more than all checks
+                continue
             # numbers of other libraries, such as numpy's, become Python's own
             if isinstance(value, Integral) and not isinstance(value, bool):
                 object.__setattr__(self, name, int(value))

@@ -1,8 +1,8 @@
 """What travels on the token bus, as bytes: length-prefixed msgpack, never pickle.
 
-Owns the wire format. Knows nothing of sockets or of who waits for a stream. Two kinds of frame: news (engine
-to ingress: the engine's load and one entry for each request that has something new) and cancel (ingress to
-engine).
+Owns the wire format. Knows nothing of sockets or of who waits for a stream. What an engine says: hello (first
+on a connection: who it is), news (its load and one entry for each request that has something new), failure
+(of one request). What an ingress says: cancel, and the requests of `submission`.
 """
 
 import struct
@@ -17,7 +17,7 @@ from hybridserve.replicas.engine.plan import EngineOutput, TokenLogprobs
 KEY_BYTES = 16
 MAX_FRAME_BYTES = 16 * 2**20
 MAX_CANCEL_BYTES = 64
-"""A frame from the ingress to an engine is nothing but a cancel."""
+"""All that an engine reads of an ingress that has told it no passes."""
 MAX_ENTRIES = 8192
 """In one frame; more than any batch."""
 _MAX_TOKENS = 2**21
@@ -25,10 +25,23 @@ _MAX_TOKENS = 2**21
 PREFIX = struct.Struct("<I")
 _NEWS = 1
 _CANCEL = 2
+_HELLO = 3
+_FAILURE = 4
 
 
 class FrameError(Exception):
     """Bytes that are no frame of ours; the connection they came from is of no more use."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """By which the ends of a connection know each other: random, a listener's own, told inside Serve's calls
+    alone. Two, so that who listens in an ingress' place learns nothing by which it could send requests."""
+
+    engine: bytes
+    """Shown by the engine when it has dialled."""
+    ingress: bytes
+    """Shown by the ingress with every request."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,8 @@ class ReplyTo:
     attempt: int = 0
     """Counts the replicas a request was given to. Each has a key of its own, so that one that still runs an
     older attempt is neither heard nor takes a cancel for the newer one."""
+    passes: Passes | None = None
+    """With these the ingress can send further requests by the connection; None: it will not."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -71,6 +86,27 @@ class Cancel:
     """Nobody waits for this stream any more."""
 
     key: bytes
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The first frame of an engine that a call has told the passes."""
+
+    token: bytes
+    """`Passes.engine`."""
+    replica: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end of a request that came by the bus and has no output. Exactly one of the messages is set."""
+
+    key: bytes
+    attempt: int
+    refused: str | None = None
+    """The engine would not take the request; a message for the client."""
+    failed: str | None = None
+    """The pool could not finish it."""
 
 
 def pack_entry(entry: Entry) -> bytes:
@@ -110,11 +146,19 @@ def pack_news(load: ReplicaLoad | None, packed_entries: list[bytes], replica: st
     # as astuple, which copies deeply and takes ten times as long
     packer.pack(None if load is None else tuple(vars(load).values()))
     packer.pack_array_header(len(packed_entries))
-    return _with_length(b"".join((packer.bytes(), *packed_entries)))
+    return with_length(b"".join((packer.bytes(), *packed_entries)))
 
 
 def pack_cancel(cancel: Cancel) -> bytes:
-    return _with_length(msgpack.packb((_CANCEL, cancel.key)))
+    return with_length(msgpack.packb((_CANCEL, cancel.key)))
+
+
+def pack_hello(hello: Hello) -> bytes:
+    return with_length(msgpack.packb((_HELLO, hello.token, hello.replica)))
+
+
+def pack_failure(failure: Failure) -> bytes:
+    return with_length(msgpack.packb((_FAILURE, *vars(failure).values())))
 
 
 def frame_length(prefix: bytes, limit: int | None = None) -> int:
@@ -130,7 +174,7 @@ def frame_length(prefix: bytes, limit: int | None = None) -> int:
     return length
 
 
-def unpack(body: bytes) -> News | Cancel:
+def unpack(body: bytes) -> News | Cancel | Hello | Failure:
     """The frame in `body` (without its length).
 
     Raises:
@@ -140,7 +184,7 @@ def unpack(body: bytes) -> News | Cancel:
         kind, *fields = msgpack.unpackb(body, use_list=False, max_array_len=_MAX_TOKENS)
         if kind == _CANCEL:
             (key,) = fields
-            return Cancel(_key(key))
+            return Cancel(checked_key(key))
         if kind == _NEWS:
             replica, load, entries = fields
             if not isinstance(replica, str):
@@ -149,12 +193,21 @@ def unpack(body: bytes) -> News | Cancel:
                 raise ValueError(f"{len(entries)} entries, at most {MAX_ENTRIES} are taken")
             known = None if load is None else ReplicaLoad(*load)
             return News(known, tuple(_entry(one) for one in entries), replica)
+        if kind == _HELLO:
+            token, replica = fields
+            if not isinstance(replica, str):
+                raise ValueError(f"a replica's name is a string, got {replica!r}")
+            return Hello(checked_key(token), replica)
+        if kind == _FAILURE:
+            key, *said = fields
+            return Failure(checked_key(key), *said)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise FrameError(f"malformed frame of {len(body)} bytes: {error}") from error
     raise FrameError(f"unknown kind of frame {kind!r}")
 
 
-def _with_length(body: bytes) -> bytes:
+def with_length(body: bytes) -> bytes:
+    """The frame of `body`. Raises FrameError when it is longer than MAX_FRAME_BYTES."""
     if len(body) > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {len(body)} bytes, at most {MAX_FRAME_BYTES} are sent")
     return PREFIX.pack(len(body)) + body
@@ -164,7 +217,8 @@ def _logprobs_fields(one: TokenLogprobs) -> tuple[Any, ...]:
     return one.logprob, one.rank, one.top_token_ids, one.top_logprobs
 
 
-def _key(key: object) -> bytes:
+def checked_key(key: object) -> bytes:
+    """`key`, if it is one. Raises ValueError."""
     if not isinstance(key, bytes) or len(key) != KEY_BYTES:
         raise ValueError(f"a stream key is {KEY_BYTES} bytes, got {key!r}")
     return key
@@ -201,4 +255,4 @@ def _entry(fields: tuple[Any, ...]) -> Entry:
         num_preemptions,
         scheduled,
     )
-    return Entry(_key(key), attempt, output)
+    return Entry(checked_key(key), attempt, output)

@@ -1,10 +1,12 @@
 """The ingress' end of the token bus: one listening socket, and a stream for each request that is waited for.
 
 Knows nothing of HTTP or Ray. An engine's connection is trusted no further than its keys: news of a stream
-that nobody registered are dropped and counted, and what a connection may cost is bounded.
+that nobody registered are dropped and counted, and what a connection may cost is bounded. Requests go only
+to an engine that has shown a pass which it can have from a call alone.
 """
 
 import asyncio
+import hmac
 import logging
 import secrets
 import ssl
@@ -17,14 +19,19 @@ from hybridserve.cluster.bus.frames import (
     PREFIX,
     Cancel,
     Entry,
+    Failure,
     FrameError,
+    Hello,
     News,
+    Passes,
     ReplyTo,
     frame_length,
     pack_cancel,
     unpack,
 )
+from hybridserve.cluster.bus.pace import Pace
 from hybridserve.cluster.bus.stream import MAX_UNREAD_TOKENS, Stream
+from hybridserve.cluster.bus.submission import MAX_SUBMISSION_BYTES
 from hybridserve.cluster.routing.load import ReplicaLoad
 
 # an engine needs one; a pool has at most some hundreds
@@ -35,10 +42,12 @@ _SILENCE_S = 30.0
 _LARGE_FRAME_BYTES = 2**20
 # in a row, on one connection: news of streams that were just closed are some hundreds at most
 _MAX_UNKNOWN_ENTRIES = 16384
-# of cancels, to an engine that does not read them
-_MAX_UNSENT_BYTES = 2**18
+# of requests and cancels, to an engine that does not read them
+_MAX_UNSENT_BYTES = 2 * MAX_SUBMISSION_BYTES
 
 _HANDSHAKE_TIMEOUT_S = 5.0
+# an engine that lives dials again within 50 ms; of one that does not, clients are to hear within a second
+_RETURN_S = 0.3
 
 logger = logging.getLogger(__name__)
 
@@ -82,11 +91,15 @@ class BusListener:
         self._port = 0
         self._server: asyncio.Server | None = None
         self._streams: dict[bytes, Stream] = {}
+        self._pace = Pace(lambda: bool(self._streams))
         self._loads: dict[asyncio.StreamWriter, ReplicaLoad] = {}
         self._names: dict[asyncio.StreamWriter, str] = {}
         self._unknown: Counter[asyncio.StreamWriter] = Counter()
         self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
         self._large_frames = asyncio.Lock()
+        self._passes = Passes(secrets.token_bytes(KEY_BYTES), secrets.token_bytes(KEY_BYTES))
+        self._engines: dict[str, asyncio.StreamWriter] = {}
+        """By the replicas' names; those that have shown the pass."""
         self.counts: Counter[str] = Counter()
         """Entries by what became of them, when that was not delivery: "unknown" (nobody's stream), "attempt"
         (an older attempt's), "duplicate", "gap" (came before what they follow), "overflow"; and connections
@@ -121,27 +134,50 @@ class BusListener:
     ) -> Stream:
         """A stream with a key of its own, which is dropped with `close_stream`."""
         assert self._port, "the listener must be started first"
-        reply_to = ReplyTo(self._host, self._port, secrets.token_bytes(KEY_BYTES), attempt)
-        stream = Stream(reply_to, first_index, on_accepted, self._max_unread_tokens)
+        reply_to = ReplyTo(self._host, self._port, secrets.token_bytes(KEY_BYTES), attempt, self._passes)
+        stream = Stream(reply_to, first_index, on_accepted, self._max_unread_tokens, self._pace)
         self._streams[reply_to.key] = stream
+        self._pace.start()
         return stream
 
     def close_stream(self, stream: Stream) -> None:
         self._streams.pop(stream.reply_to.key, None)
+
+    def submit(self, replica: str, stream: Stream, pack: Callable[[bytes], bytes | None]) -> bool:
+        """Send a stream's request to a replica's engine. False: it has to be called.
+
+        `stream.failure` tells of its end without output, also when the engine's connection has ended and does
+        not come back. The engine keeps what it has said of it until `cancel` is called for the stream.
+
+        pack: the request's frame with this pass in it, if there is one.
+        """
+        writer = self._engines.get(replica)
+        if writer is None or writer.is_closing():
+            return False
+        frame = pack(self._passes.ingress)
+        if frame is None or writer.transport.get_write_buffer_size() + len(frame) > _MAX_UNSENT_BYTES:
+            return False
+        stream.writer = writer
+        stream.failure = asyncio.get_running_loop().create_future()
+        writer.write(frame)
+        return True
 
     def cancel(self, stream: Stream) -> None:
         """Tell the engine that nobody waits any more; before its first news, tell all of them."""
         frame = pack_cancel(Cancel(stream.reply_to.key))
         known = stream.writer in self._connections
         for writer in [stream.writer] if known else list(self._connections):
-            if writer.is_closing():
-                # it has just broken, which its reader is about to learn; uvloop would raise here
-                continue
-            if writer.transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
-                logger.warning("token bus: %s does not read; its connection is dropped", _peer(writer))
-                writer.transport.abort()
-            else:
-                writer.write(frame)
+            self._write(writer, frame)
+
+    def _write(self, writer: asyncio.StreamWriter, frame: bytes) -> None:
+        if writer.is_closing():
+            # it has just broken, which its reader is about to learn; uvloop would raise here
+            return
+        if writer.transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
+            logger.warning("token bus: %s does not read; its connection is dropped", _peer(writer))
+            writer.transport.abort()
+        else:
+            writer.write(frame)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._connections) >= self._max_connections:
@@ -167,6 +203,7 @@ class BusListener:
             self._loads.pop(writer, None)
             self._unknown.pop(writer, None)
             self._forget(writer)
+            self._lose(writer)
             writer.close()
 
     async def _read_frame(self, reader: asyncio.StreamReader) -> bytes:
@@ -178,22 +215,42 @@ class BusListener:
         async with self._large_frames, asyncio.timeout(self._silence_s):
             return await reader.readexactly(length)
 
-    def _receive(self, message: News | Cancel, writer: asyncio.StreamWriter) -> None:
-        if not isinstance(message, News):
+    def _receive(self, message: News | Cancel | Hello | Failure, writer: asyncio.StreamWriter) -> None:
+        if isinstance(message, News):
+            self._receive_news(message, writer)
+        elif isinstance(message, Hello):
+            if not hmac.compare_digest(message.token, self._passes.engine):
+                raise FrameError("a hello without the pass")
+            self._engines[message.replica] = writer
+        elif isinstance(message, Failure):
+            stream = self._stream_of(message, writer)
+            if stream is not None:
+                stream.writer = writer
+                stream.fail(message)
+        else:
             raise FrameError("a cancel, where only news are expected")
+
+    def _receive_news(self, message: News, writer: asyncio.StreamWriter) -> None:
         if message.load is not None:
             self._loads[writer] = message.load
             if self._observer is not None:
                 self._names[writer] = message.replica
                 self._observer.observe(message.replica, message.load)
         for entry in message.entries:
-            stream = self._streams.get(entry.key)
-            if stream is None:
-                self._drop_unknown(writer)
-            elif stream.reply_to.attempt != entry.attempt:
-                self.counts["attempt"] += 1
-            else:
+            stream = self._stream_of(entry, writer)
+            if stream is not None:
                 self._hand_over(entry, stream, writer)
+
+    def _stream_of(self, news: Entry | Failure, writer: asyncio.StreamWriter) -> Stream | None:
+        """Whom it is for; None when nobody waits for it."""
+        stream = self._streams.get(news.key)
+        if stream is None:
+            self._drop_unknown(news.key, writer)
+        elif stream.reply_to.attempt != news.attempt:
+            self.counts["attempt"] += 1
+        else:
+            return stream
+        return None
 
     def _hand_over(self, entry: Entry, stream: Stream, writer: asyncio.StreamWriter) -> None:
         stream.writer = writer
@@ -211,11 +268,31 @@ class BusListener:
                 )
                 self.cancel(stream)
 
-    def _drop_unknown(self, writer: asyncio.StreamWriter) -> None:
+    def _drop_unknown(self, key: bytes, writer: asyncio.StreamWriter) -> None:
         self.counts["unknown"] += 1
         self._unknown[writer] += 1
         if self._unknown[writer] > _MAX_UNKNOWN_ENTRIES:
             raise FrameError(f"{self._unknown[writer]} news in a row of streams that nobody waits for")
+        if writer in self._engines.values():
+            # the cancel met a broken connection
+            self._write(writer, pack_cancel(Cancel(key)))
+
+    def _lose(self, writer: asyncio.StreamWriter) -> None:
+        """A connection has ended: requests that went by it wait for the engine to come back."""
+        for name in [name for name, one in self._engines.items() if one is writer]:
+            del self._engines[name]
+        for stream in self._streams.values():
+            if stream.failure is not None and stream.writer is writer:
+                stream.writer = None
+                asyncio.get_running_loop().call_later(_RETURN_S, self._give_up, stream)
+
+    def _give_up(self, stream: Stream) -> None:
+        if stream.writer is None and stream.reply_to.key in self._streams:
+            reason = (
+                "the engine died or cannot be reached: its connection ended and did not come back "
+                f"within {_RETURN_S:g} s"
+            )
+            stream.fail(Failure(stream.reply_to.key, stream.reply_to.attempt, failed=reason))
 
     def _forget(self, writer: asyncio.StreamWriter) -> None:
         """An engine that dials anew may do so before its old connection is seen to end."""

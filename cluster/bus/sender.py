@@ -6,6 +6,7 @@ event loop; `send` never waits.
 
 import asyncio
 import contextlib
+import hmac
 import logging
 import ssl
 import time
@@ -16,12 +17,14 @@ from hybridserve.cluster.bus.frames import (
     MAX_CANCEL_BYTES,
     MAX_FRAME_BYTES,
     PREFIX,
-    Cancel,
     FrameError,
+    Hello,
+    Passes,
     frame_length,
+    pack_hello,
     pack_news,
-    unpack,
 )
+from hybridserve.cluster.bus.submission import MAX_SUBMISSION_BYTES, Submission, unpack_order
 from hybridserve.cluster.routing.load import ReplicaLoad
 
 Address = tuple[str, int]
@@ -39,9 +42,10 @@ logger = logging.getLogger(__name__)
 class Channel:
     """The way to one ingress: a backlog of frames and the task that writes them.
 
-    `epoch` grows whenever something may have been lost (a broken connection, an overflowing backlog): who
-    then sends a stream's news for the first time sends all of it again. A peer that takes no bytes for
-    `write_timeout_s` is dialled anew.
+    `epoch` grows whenever something may have been lost (a broken connection, an overflowing backlog). When
+    frames go out again, `catch_up` is called until it returns False: it is to send all of the streams' news
+    again, a part at a time, and nothing else is to be said of a stream before that. A peer that takes no
+    bytes for `write_timeout_s` is dialled anew.
     """
 
     def __init__(
@@ -54,9 +58,18 @@ class Channel:
         write_timeout_s: float,
         on_gone: Callable[["Channel"], None],
         tls: ssl.SSLContext | None = None,
+        passes: Passes | None = None,
+        replica: str = "",
+        on_submission: Callable[["Channel", Submission], None] = lambda channel, submission: None,
+        catch_up: Callable[["Channel"], bool] = lambda channel: False,
     ) -> None:
         self.address = address
         self._tls = tls
+        self._passes = passes
+        self._replica = replica
+        self._on_submission = on_submission
+        self._catch_up = catch_up
+        self._behind = False
         self.epoch = 0
         self.streams = 0
         self.dropped_frames = 0
@@ -95,6 +108,8 @@ class Channel:
         self._backlog.clear()
         self._backlog_bytes = 0
         self.epoch += 1
+        self._behind = True
+        self._wake.set()
 
     async def _run(self) -> None:
         """Dial, write until the connection breaks, dial again as long as a stream needs it."""
@@ -142,6 +157,8 @@ class Channel:
             writer.transport.abort()
 
     async def _write(self, writer: asyncio.StreamWriter) -> None:
+        if self._passes is not None:
+            writer.write(pack_hello(Hello(self._passes.engine, self._replica)))
         while True:
             try:
                 async with asyncio.timeout(self._idle_s):
@@ -149,7 +166,12 @@ class Channel:
             except TimeoutError:
                 self.send(self._load_frame())
             self._wake.clear()
-            while self._backlog:
+            while self._backlog or self._behind:
+                if not self._backlog:
+                    # it may itself be too much, and set this again
+                    self._behind = False
+                    self._behind |= self._catch_up(self)
+                    continue
                 frame = self._backlog.popleft()
                 self._backlog_bytes -= len(frame)
                 writer.write(frame)
@@ -163,12 +185,16 @@ class Channel:
             raise TimeoutError(f"it took no bytes for {self._write_timeout_s:g} s") from None
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
+        limit = MAX_CANCEL_BYTES if self._passes is None else MAX_SUBMISSION_BYTES
         while True:
             prefix = await reader.readexactly(PREFIX.size)
-            message = unpack(await reader.readexactly(frame_length(prefix, MAX_CANCEL_BYTES)))
-            if not isinstance(message, Cancel):
-                raise FrameError("news, where only cancels are expected")
-            self._on_cancel(message.key)
+            message = unpack_order(await reader.readexactly(frame_length(prefix, limit)))
+            if not isinstance(message, Submission):
+                self._on_cancel(message.key)
+            elif self._passes is not None and hmac.compare_digest(message.token, self._passes.ingress):
+                self._on_submission(self, message)
+            else:
+                raise FrameError("a request by somebody who does not know the pass")
 
 
 class BusSender:
@@ -183,6 +209,8 @@ class BusSender:
         write_timeout_s: how long an ingress may take no bytes before its connection is dropped.
         on_gone: called when an ingress that was reached has ended; its streams are nobody's.
         tls: of a client; None: in the clear.
+        on_submission: called with a request that an ingress has sent by its channel.
+        catch_up: see `Channel`.
     """
 
     def __init__(
@@ -195,8 +223,12 @@ class BusSender:
         write_timeout_s: float = _WRITE_TIMEOUT_S,
         on_gone: Callable[[Channel], None] = lambda channel: None,
         tls: ssl.SSLContext | None = None,
+        on_submission: Callable[[Channel, Submission], None] = lambda channel, submission: None,
+        catch_up: Callable[[Channel], bool] = lambda channel: False,
     ) -> None:
         self._on_cancel = on_cancel
+        self._on_submission = on_submission
+        self._catch_up = catch_up
         self._load = load
         self._write_timeout_s = write_timeout_s
         self._on_gone = on_gone
@@ -206,8 +238,11 @@ class BusSender:
         self._tls = tls
         self._channels: dict[Address, Channel] = {}
 
-    def open_stream(self, address: Address) -> Channel:
-        """The channel to `address`, kept up until as many `close_stream` calls."""
+    def open_stream(self, address: Address, passes: Passes | None = None) -> Channel:
+        """The channel to `address`, kept up until as many `close_stream` calls.
+
+        passes: the ingress may send requests by it.
+        """
         channel = self._channels.get(address)
         if channel is None or channel.closed:
             channel = Channel(
@@ -219,10 +254,18 @@ class BusSender:
                 self._write_timeout_s,
                 self._on_gone,
                 self._tls,
+                passes,
+                self._replica,
+                self._on_submission,
+                self._catch_up,
             )
             self._channels[address] = channel
         channel.streams += 1
         return channel
+
+    def join_stream(self, channel: Channel) -> None:
+        """One more stream, of a channel that it came by."""
+        channel.streams += 1
 
     def close_stream(self, channel: Channel) -> None:
         channel.streams -= 1

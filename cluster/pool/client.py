@@ -1,6 +1,8 @@
-"""The ingress' side of a pool: one handle call a request, tokens from the bus, gaps filled from the reply.
+"""The ingress' side of a pool: requests by the bus or one handle call each, tokens by the bus.
 
-Knows how a pool is reached and how it can fail; nothing of HTTP, of text, or of what a failure leads to.
+A request goes by the bus where its replica's engine is connected already, which a call has made it do; a
+call's reply fills what the bus leaves out. Knows how a pool is reached and how it can fail; nothing of HTTP,
+of text, or of what a failure leads to.
 """
 
 import asyncio
@@ -12,9 +14,10 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from hybridserve.cluster.bus.frames import ReplyTo
+from hybridserve.cluster.bus.frames import Failure, ReplyTo
 from hybridserve.cluster.bus.listener import BusListener
 from hybridserve.cluster.bus.stream import Stream, StreamOverflow, after
+from hybridserve.cluster.bus.submission import Submission, pack_submission
 from hybridserve.cluster.pool.interface import (
     EngineInfo,
     GenerationRequest,
@@ -128,24 +131,41 @@ class HandlePoolClient:
 
     async def _from_bus(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
         stream = self._open_stream(request)
-        call = asyncio.create_task(self._call(request, stream.reply_to))
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
-        call.add_done_callback(lambda _: stream.wake())
+        submitted = self._submit(request, stream)
+        ending = stream.failure if submitted else self._start_call(request, stream.reply_to)
+        ending.add_done_callback(lambda _: stream.wake())
         ended = False
         try:
-            async for output in _merge(stream, call):
+            async for output in _merge(stream, ending):
                 ended = output.finished
                 yield output
         except StreamOverflow as error:
             raise ReaderTooSlow(f"the answer was given up, as its client reads too slowly: {error}") from None
         finally:
             self._listener.close_stream(stream)
-            if not ended:
-                # even when the call is over: Serve cancels it itself when the HTTP client goes, and that
-                # cancellation may die on its way to the engine
+            if submitted or not ended:
+                # even when a call is over: Serve cancels it itself when the HTTP client goes, and that
+                # cancellation may die on its way to the engine. What came by the bus it keeps until this
                 self._listener.cancel(stream)
-                call.cancel()
+            if not ended:
+                ending.cancel()
+
+    def _submit(self, request: GenerationRequest, stream: Stream) -> bool:
+        """Send the request by the bus; False: its replica is not connected, or there is none."""
+        replicas = self._loads.replicas()
+        if not replicas:
+            return False
+        chosen = self._loads.choose(replicas, request.request_id)[0]
+        key = stream.reply_to.key
+        return self._listener.submit(
+            chosen, stream, lambda token: pack_submission(Submission(token, key, request))
+        )
+
+    def _start_call(self, request: GenerationRequest, reply_to: ReplyTo) -> asyncio.Task[GenerationReply]:
+        call = asyncio.create_task(self._call(request, reply_to))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return call
 
     async def _call(self, request: GenerationRequest, reply_to: ReplyTo) -> GenerationReply:
         """The unary call. It outlives its caller by the moment between the bus's end and the reply."""
@@ -198,17 +218,21 @@ class HandlePoolClient:
         return True
 
 
-async def _merge(stream: Stream, call: asyncio.Task[GenerationReply]) -> AsyncGenerator[EngineOutput, None]:
+async def _merge(
+    stream: Stream, ending: asyncio.Future[GenerationReply] | asyncio.Future[Failure]
+) -> AsyncGenerator[EngineOutput, None]:
     """The request's outputs in order and without gaps, from the bus, or else from the reply.
 
     After a gap the bus is followed again as soon as it has sent what was missing. When the reply is there
     (`stream` is woken then) and the bus has said nothing for `_BUS_GRACE_S`, the rest comes from the reply.
+
+    ending: the call's reply, or the failure of a request that went by the bus.
     """
     delivered = stream.first_index
     while True:
         try:
             # a timeout costs more than a token
-            if not call.done():
+            if not ending.done():
                 output = await stream.get()
             else:
                 async with asyncio.timeout(_BUS_GRACE_S):
@@ -220,9 +244,15 @@ async def _merge(stream: Stream, call: asyncio.Task[GenerationReply]) -> AsyncGe
             yield output
             if output.finished:
                 return
-        elif call.result().output is None:
+        elif _reply_of(ending.result()).output is None:
             break
-    yield after(_output_of(call.result()), delivered)
+    yield after(_output_of(_reply_of(ending.result())), delivered)
+
+
+def _reply_of(ending: GenerationReply | Failure) -> GenerationReply:
+    if isinstance(ending, Failure):
+        return GenerationReply(refused=ending.refused, failed=ending.failed)
+    return ending
 
 
 def _output_of(reply: GenerationReply) -> EngineOutput:

@@ -1,4 +1,4 @@
-"""The engine's own process: requests come in by actor calls, tokens go out by the token bus.
+"""The engine's own process: requests come in by actor calls or the token bus, tokens go out by the bus.
 
 Owns the requests' records and their way out. Knows nothing of Serve, and imports no torch: the engine's
 factory does, in this process alone. Everything but the step loop runs on the actor's event loop.
@@ -14,13 +14,15 @@ from dataclasses import dataclass, field, replace
 
 from hybridserve.cluster.access.bus_tls import sender_context
 from hybridserve.cluster.access.options import BusTls
-from hybridserve.cluster.bus.frames import KEY_BYTES, Entry, ReplyTo, pack_entry
+from hybridserve.cluster.bus.frames import KEY_BYTES, Entry, Failure, ReplyTo, pack_entry, pack_failure
 from hybridserve.cluster.bus.sender import BusSender, Channel
+from hybridserve.cluster.bus.submission import Submission
 from hybridserve.cluster.observe.logs import LogOptions, log_event, set_up_logging
 from hybridserve.cluster.pool.engine_loop import EngineFactory, EngineLoop
 from hybridserve.cluster.pool.golden import golden_fault, golden_request
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
 from hybridserve.cluster.pool.record import GenerationReply, OutputRecord
+from hybridserve.cluster.pool.unheard import Unheard
 from hybridserve.cluster.pool.watchdog import StepWatchdog
 from hybridserve.cluster.routing.cost import Backlog, cost_of
 from hybridserve.cluster.routing.load import ReplicaLoad
@@ -28,6 +30,8 @@ from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
 
 # the longest that an ingress may go by an old load while the engine steps
 _LOAD_PERIOD_S = 0.1
+# streams that are said again in one go after a broken connection
+_CAUGHT_UP_AT_ONCE = 16
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,8 @@ class _Request:
     """The channel's epoch when this stream's news last went out in full."""
     stream: asyncio.Queue[EngineOutput | None] = field(default_factory=asyncio.Queue)
     """Used by `stream` alone; None: the reply is there."""
+    by_bus: bool = False
+    """It came by the bus; nobody waits for the reply."""
 
 
 class EngineActor:
@@ -77,6 +83,9 @@ class EngineActor:
         self._watching: asyncio.Task[None] | None = None
         self._loop = EngineLoop(factory, _OnEventLoop(self))
         self._requests: dict[str, _Request] = {}
+        self._unheard: Unheard[_Request] = Unheard(lambda one: self._sender.close_stream(one.channel))
+        self._accepted: list[_Request] = []
+        """Came by the bus; their ingress is to be told so."""
         self._last_load: EngineLoad | None = None
         self._last_load_sent = 0.0
         self._backlog = Backlog()
@@ -98,11 +107,13 @@ class EngineActor:
         except ValueError as error:
             return str(error)
         self._sender = BusSender(
-            on_cancel=lambda key: self.on_abort(key.hex()),
+            on_cancel=self.on_cancel,
             load=self._load,
             replica=replica,
             on_gone=self.on_ingress_gone,
             tls=tls,
+            on_submission=self.on_submission,
+            catch_up=self.catch_up,
         )
         self._loop.start()
         info = await self._info
@@ -123,7 +134,7 @@ class EngineActor:
 
     async def generate(self, request: GenerationRequest, reply_to: ReplyTo) -> GenerationReply:
         """Serve a request, its tokens going to `reply_to` as they come, and in the reply at the end."""
-        one = self._submit(request, reply_to, self._sender.open_stream(reply_to.address))
+        one = self._submit(request, reply_to, self._sender.open_stream(reply_to.address, reply_to.passes))
         try:
             # an entry without tokens: the ingress learns by which connection it can cancel
             self._send({one.channel: [(one, EngineOutput(request.request_id, first_index=0))]})
@@ -154,6 +165,10 @@ class EngineActor:
     async def load(self) -> ReplicaLoad | None:
         return self._load()
 
+    async def num_requests(self) -> int:
+        """That have not ended, or whose end may not have been heard of."""
+        return len(self._requests) + len(self._unheard)
+
     async def close(self) -> None:
         """Stop stepping and close the connections (for tests; an actor's process just ends)."""
         if self._watching is not None:
@@ -169,7 +184,13 @@ class EngineActor:
         await StepWatchdog(self._stuck_after_s).watch(lambda: self._loop.turn)
         self._die(f"the engine has made no step for {self._stuck_after_s:g} s (serving.stuck_after_s)")
 
-    def _submit(self, request: GenerationRequest, reply_to: ReplyTo, channel: Channel | None) -> _Request:
+    def _submit(
+        self,
+        request: GenerationRequest,
+        reply_to: ReplyTo,
+        channel: Channel | None,
+        by_bus: bool = False,
+    ) -> _Request:
         engine_id = reply_to.key.hex()
         one = _Request(
             OutputRecord(request.request_id, len(request.output_token_ids)),
@@ -179,6 +200,7 @@ class EngineActor:
             reply_to.attempt,
             channel,
             channel.epoch if channel else 0,
+            by_bus=by_bus,
         )
         if self._death is not None:
             self._finish(one, GenerationReply(failed=self._death))
@@ -204,20 +226,33 @@ class EngineActor:
         )
 
     def _send(self, by_channel: Mapping[Channel, list[tuple[_Request, EngineOutput]]]) -> None:
-        """One frame for each ingress; where something may have been lost, all of a stream's news again."""
+        """One frame for each ingress; where something may have been lost, `catch_up` says all of it."""
         for channel, news in by_channel.items():
-            packed = []
-            for one, output in news:
-                said = output if one.epoch == channel.epoch else one.record.merged()
-                one.epoch = channel.epoch
-                packed.append(pack_entry(Entry(one.key, one.attempt, said)))
-            self._sender.send(channel, packed)
+            packed = [
+                pack_entry(Entry(one.key, one.attempt, output))
+                for one, output in news
+                if one.epoch == channel.epoch
+            ]
+            if packed:
+                self._sender.send(channel, packed)
 
     def _finish(self, one: _Request, reply: GenerationReply) -> None:
         if not one.reply.done():
             one.reply.set_result(reply)
             one.stream.put_nowait(None)
             _log_end(one, reply)
+            if one.by_bus:
+                self._unheard.add(one.key.hex(), one)
+                if one.epoch == one.channel.epoch:
+                    _send_failure(one)
+
+    def _say_accepted(self) -> None:
+        """An entry without tokens: the load that comes with it counts the request."""
+        by_channel: dict[Channel, list[tuple[_Request, EngineOutput]]] = defaultdict(list)
+        for one in self._accepted:
+            by_channel[one.channel].append((one, EngineOutput("", first_index=0)))
+        self._accepted.clear()
+        self._send(by_channel)
 
     # what follows is called on the event loop: by `_OnEventLoop` for the step thread, and by the bus
 
@@ -261,10 +296,36 @@ class EngineActor:
             self._loop.abort(engine_id)
             self._finish(one, GenerationReply(output=replace(one.record.merged(), finish_reason="abort")))
 
+    def on_submission(self, channel: Channel, submission: Submission) -> None:
+        """A request has come by the bus."""
+        reply_to = ReplyTo(*channel.address, submission.key, submission.request.attempt)
+        self._sender.join_stream(channel)
+        one = self._submit(submission.request, reply_to, channel, by_bus=True)
+        if not self._accepted:
+            # those that come together are told of together
+            self.event_loop.call_soon(self._say_accepted)
+        self._accepted.append(one)
+
+    def on_cancel(self, key: bytes) -> None:
+        """The ingress has given a request up, or knows how it ended."""
+        self.on_abort(key.hex())
+        self._unheard.forget(key.hex())
+
     def on_ingress_gone(self, channel: Channel) -> None:
         """Nobody is left to hear of its requests."""
         for engine_id in [name for name, one in self._requests.items() if one.channel is channel]:
             self.on_abort(engine_id)
+        self._unheard.forget_where(lambda one: one.channel is channel)
+
+    def catch_up(self, channel: Channel) -> bool:
+        """Say again, of some streams, what may have been lost. Returns whether there are more of them."""
+        known = (*self._requests.values(), *self._unheard)
+        behind = [one for one in known if one.channel is channel and one.epoch != channel.epoch]
+        for one in behind[:_CAUGHT_UP_AT_ONCE]:
+            one.epoch = channel.epoch
+            self._sender.send(channel, [pack_entry(Entry(one.key, one.attempt, one.record.merged()))])
+            _send_failure(one)
+        return len(behind) > _CAUGHT_UP_AT_ONCE
 
     def on_rejected(self, engine_id: str, reply: GenerationReply) -> None:
         one = self._requests.pop(engine_id, None)
@@ -286,6 +347,13 @@ class EngineActor:
         for one in self._requests.values():
             self._finish(one, GenerationReply(failed=self._death))
         self._requests.clear()
+
+
+def _send_failure(one: _Request) -> None:
+    """Where a request has ended without output and no call says so."""
+    if one.by_bus and one.reply.done() and one.reply.result().output is None:
+        reply = one.reply.result()
+        one.channel.send(pack_failure(Failure(one.key, one.attempt, reply.refused, reply.failed)))
 
 
 def _on_wall_clock(moment: float) -> float:

@@ -6,7 +6,7 @@ Thin on purpose: it computes nothing and imports no torch, so that it can always
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -31,6 +31,7 @@ _ANSWERS_S = 0.5
 # how long replies may take on their way out of this process, and the engine's last frames out of its
 _FLUSH_S = 0.2
 _POLL_S = 0.01
+_DRAIN_POLL_S = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,18 @@ class PoolReplica:
         if fault is not None:
             self._die(fault)
         self._check()
+
+    def __del__(self) -> Awaitable[None] | None:
+        """Called by Serve to stop the replica, once its calls have ended and it has been out of the routing
+        for a while. Returns what Serve then waits for: the requests that came by the bus."""
+        return self._until_drained() if hasattr(self, "_tasks") else None
+
+    async def _until_drained(self) -> None:
+        try:
+            while self._death is None and await self._engine.num_requests.remote():
+                await asyncio.sleep(_DRAIN_POLL_S)
+        except RayActorError as error:
+            logger.warning("the engine died while its replica stopped: %s", first_line(error))
 
     def _check(self) -> None:
         if self._death is not None:

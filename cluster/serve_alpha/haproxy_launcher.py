@@ -1,4 +1,4 @@
-"""Starts HAProxy in Serve's stead, its side doors closed and its clients' addresses passed on.
+"""Starts HAProxy in Serve's stead, its side doors closed, clients' addresses passed on, connections at once.
 
 Serve writes a configuration with a statistics page and a metrics page on ports that are open to everybody,
 and an administration socket that everybody on the machine may use; none of that can be switched off. So Serve
@@ -15,6 +15,8 @@ from pathlib import Path
 _SIDE_DOORS = ("frontend prometheus", "listen stats")
 _SECTION = re.compile(r"^(?=(?:global|defaults|frontend|backend|listen)\b)", re.MULTILINE)
 _FRONTEND = re.compile(r"^frontend http_frontend\n", re.MULTILINE)
+_GLOBAL = re.compile(r"^global\n", re.MULTILINE)
+_MAX_ACCEPT = 256
 _ADMIN_SOCKET = re.compile(r"^(\s*stats socket \S+ mode) 666\b", re.MULTILINE)
 
 
@@ -50,6 +52,21 @@ def pass_clients_on(config: str) -> str:
     return passing
 
 
+def accept_at_once(config: str) -> str:
+    """The configuration with all waiting connections taken at once.
+
+    HAProxy takes four, then looks after all that it has: of 64 that come together, the last waited for the
+    first ones' tokens sixteen times.
+
+    Raises:
+        ValueError: the global section is not where Serve 2.60 puts it.
+    """
+    accepting, changes = _GLOBAL.subn(rf"\g<0>    tune.maxaccept {_MAX_ACCEPT}\n", config)
+    if changes != 1:
+        raise ValueError(f"HAProxy's configuration has {changes} global sections, 1 is expected")
+    return accepting
+
+
 def _title(section: str) -> str:
     return section.partition("\n")[0].strip()
 
@@ -69,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "-f" in given[:-1]:
         path = Path(given[given.index("-f") + 1])
         # kept under its name: Serve knows its HAProxy processes by it
-        path.write_text(pass_clients_on(close_side_doors(path.read_text())))
+        path.write_text(accept_at_once(pass_clients_on(close_side_doors(path.read_text()))))
         path.parent.chmod(0o700)
     binary = _real_binary()
     os.execv(binary, [binary, *given])

@@ -9,7 +9,9 @@ from ray.exceptions import RayActorError
 
 from hybridserve.cluster.bus.frames import ReplyTo
 from hybridserve.cluster.bus.listener import BusListener
+from hybridserve.cluster.bus.sender import Channel
 from hybridserve.cluster.bus.stream import MAX_UNREAD_TOKENS
+from hybridserve.cluster.bus.submission import Submission
 from hybridserve.cluster.pool.client import HandlePoolClient
 from hybridserve.cluster.pool.engine_actor import EngineActor
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
@@ -45,22 +47,43 @@ class _Info:
         return Response(asyncio.sleep(0, self.engine))
 
 
+class CountedActor(EngineActor):
+    """Counts the requests that come by the bus, and can lose its connections as a dead process does."""
+
+    by_bus = 0
+
+    def on_submission(self, channel: Channel, submission: Submission) -> None:
+        self.by_bus += 1
+        super().on_submission(channel, submission)
+
+    def hang_up(self) -> None:
+        for channel in self._sender._channels.values():
+            self.on_ingress_gone(channel)
+            channel._task.cancel()
+
+
 class Replicas:
     """The pool's handle: chooses as Serve's router does, and calls the engine's actor as the replica does."""
 
     def __init__(self, loads: PoolLoads) -> None:
         self.loads = loads
-        self.up: dict[str, EngineActor] = {}
+        self.up: dict[str, CountedActor] = {}
+        self._actors: dict[str, CountedActor] = {}
         self.dead: set[str] = set()
         """Their replicas still answer, that their engine is dead."""
-        self.calls: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
         self.running: dict[str, set[asyncio.Task]] = {}
         self.ready = asyncio.Event()
         self.generate = self
         self.info = _Info()
 
-    def add(self, name: str, actor: EngineActor) -> None:
-        self.up[name] = actor
+    @property
+    def calls(self) -> Counter[str]:
+        """Requests that each has got, by a call or by the bus."""
+        return self._calls + Counter({name: actor.by_bus for name, actor in self._actors.items()})
+
+    def add(self, name: str, actor: CountedActor) -> None:
+        self.up[name] = self._actors[name] = actor
         self.loads.set_replicas(self.up)
         self.ready.set()
 
@@ -75,6 +98,7 @@ class Replicas:
         self.dead.add(name)
         for task in list(self.running.get(name, ())):
             task.cancel()
+        self.up[name].hang_up()
 
     def remote(self, request: GenerationRequest, reply_to: ReplyTo) -> Response:
         return Response(self._call(request, reply_to))
@@ -83,7 +107,7 @@ class Replicas:
         await self.ready.wait()
         name = self.loads.choose(list(self.up), request.request_id)[0]
         self.loads.routed(request.request_id, name)
-        self.calls[name] += 1
+        self._calls[name] += 1
         if name in self.dead:
             return GenerationReply(failed="the engine died a while ago")
         actor = self.up[name]
@@ -131,7 +155,7 @@ async def two_replicas(
     await listener.start()
     actors = {}
     for name in ("a", "b"):
-        actors[name] = EngineActor(factory)
+        actors[name] = CountedActor(factory)
         replicas.info.engine = await actors[name].start(name)
         assert isinstance(replicas.info.engine, EngineInfo)
         replicas.add(name, actors[name])

