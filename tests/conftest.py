@@ -137,9 +137,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_configure() -> None:
     """Without a GPU, Triton's kernels run in its interpreter; it must know before it is imported."""
-    # a shell that starts tests in the background has them ignore Ctrl-C, which some of them send themselves
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # tests send themselves Ctrl-C and hang up, which are ignored behind a shell's `&` and behind nohup
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     import torch
 
     if not torch.cuda.is_available():
