@@ -4,6 +4,7 @@ Owns the process group object that layers are given. Knows nothing of layers, of
 the processes: the caller hands over a `Store` on which the ranks meet, so that no address is fixed here.
 """
 
+import atexit
 import logging
 import os
 import threading
@@ -23,6 +24,7 @@ TIMEOUT_S = {"gloo": 60.0, "nccl": 600.0}
 """Of a collective. NCCL's ends the process, and a rank may wait for one that still reads its weights."""
 FORCED_SWITCHES = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """Set in every rank before it connects GPUs: NVLink multicast is never used."""
+_ABORT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,10 @@ class TensorParallelGroup:
         # gloo's end by themselves when a connection breaks
         if dist.is_nccl_available() and isinstance(self.backend, dist.ProcessGroupNCCL):
             # ends them at once, but comes back only when no CUDA graph holds any of the group's
-            threading.Thread(target=_abort, args=(self.backend,), name="nccl abort", daemon=True).start()
+            thread = threading.Thread(target=_abort, args=(self.backend,), name="nccl abort", daemon=True)
+            thread.start()
+            # a process that ends beneath it would be ended by the C++ runtime, not by its exit code
+            atexit.register(thread.join, _ABORT_S)
         if self.peers is not None:
             self.peers.abort()
 

@@ -7,6 +7,7 @@ nothing of what is summed.
 
 import ctypes
 import logging
+import math
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +20,16 @@ from hybridserve.parallel.rendezvous import Store, wait_for_keys
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 2 * 2**20
-"""Larger messages are NCCL's: a ring moves fewer bytes."""
+MAX_MESSAGE_BYTES = 8 * 2**20
+"""Larger messages are NCCL's. On two H200 this is still faster at this size (docs/performance.md)."""
 ONE_SHOT_BYTES = {2: MAX_MESSAGE_BYTES, 4: 512 * 2**10, 8: 256 * 2**10}
-"""Ranks, at most -> the longest message that each rank reads whole from all others."""
+"""Ranks, at most -> the longest message that each rank reads whole from all others. Between two ranks the
+second shot saves no bytes; for 4 and 8 these are estimates, not measured."""
 MAX_WIDTH = 16384
 """A program holds a whole row."""
+NARROW, USUAL_WIDTH = 1024, 4096
+"""Rows of less than `NARROW` elements are summed as longer ones where they make up such, of `USUAL_WIDTH` at
+most: a program waits for each of its rows."""
 _EXCHANGE_S = 60.0
 _PAGE_BYTES = 2 * 2**20
 """CUDA shares whole pages of this size with other processes: what is shared takes whole ones."""
@@ -86,7 +91,7 @@ class PeerAllReduce:
         """x: [..., width], one that `takes` takes. Returns the sum, in memory of its own."""
         from hybridserve.kernels.all_reduce.triton_peers import one_shot_all_reduce, two_shot_all_reduce
 
-        flat = x.contiguous().view(-1, x.shape[-1])
+        flat = as_rows(x.contiguous())
         if flat.numel() * flat.element_size() <= one_shot_bytes(self.memory.world_size):
             total, _ = one_shot_all_reduce(self.memory, flat)
         else:
@@ -112,6 +117,12 @@ class PeerAllReduce:
         """End the waiting for a rank that is gone, now and from now on; what sums return means nothing any
         more. Callable from any thread."""
         self._abort()
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous message as the rows that programs take in turn."""
+    width = x.shape[-1]
+    return x.view(-1, max(width, math.gcd(x.numel(), USUAL_WIDTH)) if width < NARROW else width)
 
 
 def one_shot_bytes(world_size: int) -> int:

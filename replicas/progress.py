@@ -26,11 +26,21 @@ AnswerProgress = Callable[[int, int], None]
 
 @contextmanager
 def weight_progress() -> Iterator[LoadProgress]:
-    """A bar over the bytes of the weights."""
+    """A bar over the bytes of the weights, from the first ones on: whatever fails before them draws none."""
     columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    progress = Progress(*columns, console=Console(stderr=True))
+
+    def update(done: int, total: int) -> None:
+        if not progress.tasks:
+            progress.add_task("")
+            progress.start()
+        progress.update(progress.tasks[0].id, completed=done, total=total)
+
+    try:
+        yield update
+    finally:
+        if progress.tasks:
+            progress.stop()
 
 
 @contextmanager

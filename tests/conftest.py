@@ -4,6 +4,7 @@ import os
 import pickle
 import random
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -136,6 +137,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_configure() -> None:
     """Without a GPU, Triton's kernels run in its interpreter; it must know before it is imported."""
+    # a shell that starts tests in the background has them ignore Ctrl-C, which some of them send themselves
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     import torch
 
     if not torch.cuda.is_available():

@@ -40,6 +40,9 @@ def comm(
         str | None, typer.Option(help="Messages of the sweep, like 1KiB,64KiB; by default powers of two.")
     ] = None,
     max_size: Annotated[str | None, typer.Option(help="Largest message, such as 16MiB.")] = None,
+    row_seconds: Annotated[
+        float | None, typer.Option(help="What a row's replays may take; by default 15, or 4 on a CPU.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw bytes and time against ranks here.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes and layer, few replays.")] = False,
@@ -82,7 +85,12 @@ def comm(
         sizes=None if sizes is None else tuple(parse_size("sizes", size) for size in sizes.split(",")),
         max_bytes=None if max_size is None else parse_size("max_size", max_size),
         quick=quick,
+        row_seconds=row_seconds,
     )
+    if not quick:
+        typer.echo(
+            f"measuring {settings.tp_size} ranks by {backend} takes minutes; --quick: seconds", err=True
+        )
     report = run_local(settings) if ray_address is None else _run_on_ray(settings, ray_address)
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=1) + "\n")

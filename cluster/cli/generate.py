@@ -38,6 +38,7 @@ def generate(
         str, typer.Option(help="Of recurrent states between steps: float32 or bfloat16.")
     ] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    tp: Annotated[int, typer.Option(min=1, help="Processes of this machine that share the model.")] = 1,
     max_model_len: Annotated[int | None, typer.Option(help="Longest context in tokens.")] = None,
     cache_memory: Annotated[
         str | None, typer.Option(help="Memory for states and KV, such as 512MiB.")
@@ -76,6 +77,7 @@ def generate(
         dtype=dtype,
         state_dtype=state_dtype,
         device=device,
+        tensor_parallel_size=tp,
         max_model_len=max_model_len,
         cache_memory_bytes=cache_bytes,
     )

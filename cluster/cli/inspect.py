@@ -20,7 +20,9 @@ _CONTEXTS = (1024, 8192, 32768)
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="Folder of a Hugging Face checkpoint.", show_default=False)],
+    model: Annotated[
+        str, typer.Argument(help="Folder of a Hugging Face checkpoint, or a shape file.", show_default=False)
+    ],
     memory: Annotated[str, typer.Option(help="Memory of one GPU, such as 80GiB or 500MB.")] = "80GiB",
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16 or float16; auto: as the checkpoint says.")
@@ -51,9 +53,13 @@ def _layer_table(config: ModelConfig, footprint: Footprint) -> Table:
     table.add_column("layer", "total", justify="right")
     table.add_column("mixer")
     table.add_column("heads")
-    table.add_column("parameters", f"{footprint.parameters:,}", justify="right")
-    table.add_column("state B/seq", f"{footprint.state_bytes:,}", justify="right")
-    table.add_column("KV B/token", f"{footprint.kv_bytes_per_token:,}", justify="right")
+    for name, total in (
+        ("parameters", footprint.parameters),
+        ("state B/seq", footprint.state_bytes),
+        ("KV B/token", footprint.kv_bytes_per_token),
+    ):
+        # a narrow terminal folds words; a number it would cut
+        table.add_column(name, f"{total:,}", justify="right", no_wrap=True)
     table.add_row("", "embedding", "", f"{footprint.embedding_parameters:,}")
     for index, layer in enumerate(footprint.layers):
         table.add_row(*_layer_row(index, layer))

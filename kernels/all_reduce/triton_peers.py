@@ -250,12 +250,14 @@ def two_shot_all_reduce(
 
 
 def _form(memory: PeerMemory, dim: int) -> dict[str, int]:
+    block = triton.next_power_of_2(dim)
     return {
         "D": dim,
-        "BLOCK_D": triton.next_power_of_2(dim),
+        "BLOCK_D": block,
         "WORLD": memory.world_size,
         "LANES": triton.next_power_of_2(memory.world_size),
-        "num_warps": 4 if dim <= 4096 else 8,
+        # 16 elements a thread: few enough that a row is one wave of loads from each peer
+        "num_warps": min(16, max(4, block // 512)),
     }
 
 

@@ -88,6 +88,8 @@ def attention_prefill(
     tables = (keys, values, block_tables)
     if q.device.type == "cpu":
         return cpu.attention_prefill(q, k, v, *tables, query_lens, context_lens, scale=scale, window=window)
+    if not q.shape[0]:
+        return torch.empty_like(q)
     from hybridserve.kernels.attention import fused, triton_prefill
 
     outs, first, start, begin = [], 0, 0, 0

@@ -80,6 +80,8 @@ def attention_decode(
     window: only the last `window` tokens are seen.
     Returns [B, H, D] in the dtype of q.
     """
+    if not seq_lens:
+        return torch.empty_like(q)
     num_kv_heads, head_dim = keys.shape[2:]
     # the heads that share a KV head become query rows of it
     grouped = q.view(q.shape[0], 1, num_kv_heads, -1, head_dim)

@@ -289,7 +289,7 @@ def attention_decode(
     """One token of each of B sequences attends to all of its sequence; can be captured in a CUDA graph.
 
     q: [B, H, D], any D. keys, values: [N, page_size, Hkv, D], rows may overlap.
-    block_tables: int32 or int64 [B, max_pages].
+    block_tables: int32 or int64 [B, max_pages]. The last axes are dense. scale: > 0.
     seq_lens: int32 or int64 [B] on the device, tokens of each sequence with the new one, whose key and value
         are in the pages already; 0 for a padded row, which reads no page and becomes zero.
     window: only the last `window` tokens are seen.
@@ -298,13 +298,15 @@ def attention_decode(
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[2]
     group = num_heads // num_kv_heads
+    assert num_heads % num_kv_heads == 0 and scale > 0
+    assert q.stride(2) == keys.stride(3) == values.stride(3) == block_tables.stride(1) == 1
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not num_rows:
+        return out
     ieee = q.dtype == torch.float32
     block_n, warps, stages = decode_config(head_dim, q.dtype)
     num_programs = PROGRAMS_PER_PROCESSOR * _multiprocessors(q.device)
     max_splits, aim, split_tokens = split_config(num_rows, num_kv_heads, num_programs)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if not num_rows:
-        return out
     partial = torch.empty(num_rows, num_heads, max_splits, head_dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(num_rows, num_heads, max_splits, dtype=torch.float32, device=q.device)
     block_d = max(triton.next_power_of_2(head_dim), 16)

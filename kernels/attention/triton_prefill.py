@@ -240,12 +240,14 @@ def attention_prefill(
 
     q: [T, H, D], any D. k, v: [T, Hkv, D], this step's keys and values; they must be in the pages too.
     keys, values: [N, page_size, Hkv, D], rows may overlap. block_tables: int32 or int64 [S, max_pages].
+        The last axes are dense.
     query_lens, context_lens: tokens of each sequence now and before. scale: > 0.
     window: a token attends to this many tokens up to itself; None: to all.
     lse: fp32 [T, H], receives log(sum(exp(scores))) of each row if given.
     Returns [T, H, D] in the dtype of q. Sums in fp32; fp32 inputs are multiplied as such.
     """
     assert sum(query_lens) == q.shape[0] and len(query_lens) == len(context_lens) and scale > 0
+    assert q.stride(2) == keys.stride(3) == values.stride(3) == block_tables.stride(1) == 1
     num_heads, head_dim = q.shape[1:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     block_m, block_n, warps, stages = prefill_config(head_dim, q.dtype)

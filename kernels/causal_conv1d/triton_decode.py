@@ -68,6 +68,7 @@ def causal_conv1d_decode(
     batch, channels = x.shape
     kernel = phase_weight.shape[0]
     assert x.stride(1) == conv_state.stride(2) == 1 and phase_weight.is_contiguous()
+    assert phase_weight.shape[1:] == conv_state.shape[1:] == (kernel, channels)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = min(MAX_BLOCK_C, triton.next_power_of_2(channels))
     if batch:

@@ -215,7 +215,8 @@ def _launch(
     tokens, channels = x.shape
     kernel = weight.shape[1]
     assert sum(query_lens) == tokens and len(query_lens) == len(context_lens) == state_indices.shape[0]
-    assert sum(sizes) == channels and x.stride(1) == conv_state.stride(2) == 1
+    assert sum(sizes) == channels == weight.shape[0] and x.stride(1) == conv_state.stride(2) == 1
+    assert conv_state.shape[1:] == (kernel, channels) and has_initial_state.shape == state_indices.shape
     out = torch.empty(tokens * channels, dtype=x.dtype, device=x.device)
     ends = [*(sum(sizes[: i + 1]) for i in range(len(sizes))), channels, channels]
     # a block of channels lies in one part

@@ -63,7 +63,10 @@ def _launch(
     """Copy rows `source` of `origin` to rows `target` of `destination`; None: all, in order."""
     listed = source if source is not None else target
     assert listed is not None and origin.shape[1] == destination.shape[1]
-    assert origin.stride(1) == destination.stride(1) == 1
+    assert origin.dtype == destination.dtype == torch.uint8 and origin.stride(1) == destination.stride(1) == 1
+    # a list or rows that are shorter would be read beyond their ends
+    assert listed.shape == (origin.shape[:1] if source is None else source.shape)
+    assert listed.shape == (destination.shape[:1] if target is None else target.shape)
     word = next(w for w in WORDS if _fits(origin, w.itemsize) and _fits(destination, w.itemsize))
     origin, destination = origin.view(word), destination.view(word)
     size = origin.shape[1]

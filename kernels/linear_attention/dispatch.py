@@ -162,7 +162,8 @@ def gdn_decode_replay(
     head_k_dim: int,
     head_v_dim: int,
 ) -> torch.Tensor:
-    """`gdn_decode_fused` from S + ring; arguments as there, and
+    """`gdn_decode_fused` from S + ring; arguments as there, but that a negative index alone tells padding,
+    and
 
     ring: its k in the dtype of qkv; its rows are `state_indices`, too. Entries from `counts` on are not read.
     counts: int64 [B], valid entries before this step, < window. flushes: bool [B] (`replay_entries`): where

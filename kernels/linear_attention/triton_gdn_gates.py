@@ -4,19 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
+from hybridserve.kernels.linear_attention.triton_decode_parts import exp_exact, softplus
+
 TILE = 1024
 
 
-@triton.jit
-def _softplus(x):
-    """log(1 + exp(x)) of fp32 x, accurate where it is tiny: the rounding of 1 + e is divided out again."""
-    e = tl.exp(-tl.abs(x))
-    u = 1 + e
-    log1p = tl.where(u == 1, e, tl.log(u) * (e / tl.where(u == 1, 1.0, u - 1)))
-    return tl.maximum(x, 0.0, tl.PropagateNan.ALL) + log1p
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["a_ptr", "b_ptr"])
 def _gdn_gates_kernel(
     a_ptr,
     b_ptr,
@@ -40,7 +33,8 @@ def _gdn_gates_kernel(
     a_log = tl.load(a_log_ptr + heads, known, other=0.0).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + heads, known, other=0.0).to(tl.float32)
     at = tokens * HEADS + heads
-    tl.store(g_ptr + at, -tl.exp(a_log) * _softplus(a + dt_bias), mask)
+    # a head's decay has one factor for all tokens: its error would not average out
+    tl.store(g_ptr + at, -exp_exact(a_log) * softplus(a + dt_bias), mask)
     tl.store(beta_ptr + at, 1 / (1 + tl.exp(-b)), mask)
 
 

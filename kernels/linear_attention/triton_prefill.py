@@ -99,7 +99,12 @@ def linear_attention_prefill(
     key_dim = k.shape[-1]
     assert sum(query_lens) == num_tokens and len(query_lens) == state_indices.shape[0]
     assert q.stride()[1:] == k.stride()[1:] == (key_dim, 1) and v.stride()[1:] == (v_dim, 1)
+    assert state.shape[1:] == (num_v_heads, v_dim, key_dim) and num_v_heads % k.shape[1] == 0
     assert state.stride()[1:] == (v_dim * key_dim, key_dim, 1)
+    assert has_initial_state.shape == state_indices.shape
+    heads = (num_tokens, num_v_heads)
+    assert beta is None or (beta.shape == heads and beta.is_contiguous())
+    assert g is None or (g.shape in (heads, (*heads, key_dim)) and g.is_contiguous())
     assert chunk_size >= 16 and chunk_size & (chunk_size - 1) == 0
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if num_tokens == 0:

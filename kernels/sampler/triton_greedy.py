@@ -20,6 +20,7 @@ def greedy(logits: torch.Tensor, chunk: int = CHUNK) -> tuple[torch.Tensor, torc
     id of a row that is not finite is in [0, V) and means nothing else. Two launches, no synchronisation.
     """
     num_rows, vocab = logits.shape
+    assert logits.stride(1) == 1
     num_chunks = triton.cdiv(vocab, chunk)
     peaks = torch.empty(num_rows, 2, num_chunks, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)

@@ -28,6 +28,7 @@ def token_logprobs(
     top_logprobs fp32, likeliest first, equal ones by rising id. Two launches, no synchronisation.
     """
     num_rows, vocab = logits.shape
+    assert logits.stride(1) == 1 and token_ids.shape == (num_rows,)
     if not 0 <= num_top <= min(vocab, MAX_TOP):
         raise ValueError(f"num_top is {num_top}, must be in [0, {min(vocab, MAX_TOP)}]")
     device, num_chunks = logits.device, triton.cdiv(vocab, chunk)

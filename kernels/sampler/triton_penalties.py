@@ -37,6 +37,8 @@ def penalize_batch(
     A row costs time by its tokens, not by V; bitwise what fp32 arithmetic in PyTorch gives.
     """
     num_rows, vocab = logits.shape
+    assert logits.stride(1) == 1 and token_ids.stride(1) == 1 and token_ids.shape[0] == num_rows
+    assert all(x.shape == (num_rows,) for x in (prompt_lens, lens, repetition, presence, frequency))
     if counts is None:
         counts = torch.zeros(num_rows, vocab, dtype=torch.int32, device=logits.device)
     blocks = triton.cdiv(token_ids.shape[1], _BLOCK)
@@ -73,6 +75,8 @@ def bias_batch(
         the row finite for the sampler's flag.
     """
     num_rows, vocab = logits.shape
+    assert logits.stride(1) == 1 and bias_ids.shape == biases.shape
+    assert all(x.shape[0] == num_rows and x.is_contiguous() for x in (bias_ids, biases, banned_ids))
     num_biases, num_banned = bias_ids.shape[1], banned_ids.shape[1]
     if num_rows and num_biases + num_banned:
         _bias_rows[(num_rows,)](

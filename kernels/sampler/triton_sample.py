@@ -104,6 +104,9 @@ def _launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """keys: with positions, the seeds."""
     num_rows, vocab = logits.shape
+    assert logits.stride(1) == 1
+    assert all(x.shape == (num_rows,) for x in (temperature, top_k, top_p, min_p, keys))
+    assert positions is None or positions.shape == (num_rows,)
     device, hashed = logits.device, positions is not None
     num_chunks, num_parts = triton.cdiv(vocab, tuning.chunk), triton.cdiv(vocab, tuning.gathered)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)

@@ -87,7 +87,7 @@ class Case:
 
 @dataclass(frozen=True)
 class BenchmarkSettings:
-    """All that a rank needs to know. Seconds are of each row's timed replays, all together."""
+    """All that a rank needs to know."""
 
     layer: LayerShape
     dtype: str
@@ -100,7 +100,7 @@ class BenchmarkSettings:
     min_replays: int = 20
     max_replays: int = 1000
     row_seconds: float = 4.0
-    """After this much time a row ends, unless it has fewer than `min_replays`."""
+    """What a row's timed replays may take together, unless they are fewer than `min_replays`."""
     quick: bool = False
     seed: int = 0
     timeout_s: float = 300.0
@@ -113,6 +113,9 @@ class BenchmarkSettings:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+        # not NaN either
+        if not self.row_seconds > 0:
+            raise ValueError(f"row_seconds must be above 0, got {self.row_seconds:g}")
 
     @property
     def itemsize(self) -> int:
@@ -131,6 +134,7 @@ def make_settings(
     sizes: tuple[int, ...] | None = None,
     max_bytes: int | None = None,
     quick: bool = False,
+    row_seconds: float | None = None,
 ) -> BenchmarkSettings:
     """Fill in what was not asked for: fp32 and a short prefill on a CPU, bf16 and 8,192 tokens on GPUs.
 
@@ -155,6 +159,8 @@ def make_settings(
         layer, prefill = layer.scaled_down(), 128
         batches = QUICK_BATCHES
         budget = {"min_replays": 3, "max_replays": 20, "row_seconds": 0.03}
+    if row_seconds is not None:
+        budget["row_seconds"] = row_seconds
     return BenchmarkSettings(
         layer=layer,
         dtype=dtype or ("bfloat16" if on_gpu else "float32"),

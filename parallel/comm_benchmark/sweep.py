@@ -11,6 +11,7 @@ from hybridserve.parallel.comm_benchmark.settings import BenchmarkSettings, mode
 from hybridserve.parallel.comm_benchmark.timing import Meeting, Step, Times, capture, measure
 from hybridserve.parallel.group import TensorParallelGroup
 
+CALLS_IN_A_GRAPH = 10
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -49,17 +50,18 @@ def _rows(
     error = check_result(implementation, group, x, run, settings.seed)
     # sums of zeros stay finite however often they are summed in place
     x.zero_()
-    steps: list[tuple[str, Step]] = [("eager", run)]
+    steps: list[tuple[str, Step, int]] = [("eager", run, 1)]
     if device.type == "cuda" and implementation.capturable:
-        steps.append(("graph", capture(run)))
+        steps.append(("graph", capture(run, CALLS_IN_A_GRAPH), CALLS_IN_A_GRAPH))
     rows = []
-    for mode, step in steps:
+    for mode, step, calls in steps:
         (times,) = measure(
             [step],
             Meeting(group, device),
             row_seconds=settings.row_seconds,
             min_replays=settings.min_replays,
             max_replays=settings.max_replays,
+            calls=calls,
         )
         rows.append(_row(implementation, mode, label, num_bytes, times, group.size, error))
     return rows

@@ -1,7 +1,8 @@
 """Times of replays, on the host's clock for a CPU and on the device's for a GPU, and which rank was slowest.
 
 Before each replay the ranks meet, so that a replay's time holds no waiting for a rank that is still busy with
-the one before; what is left of their skew is part of the time, as it is in a model.
+the one before; what is left of their skew is part of the time, as it is in a model. A collective's graph
+holds several calls, one after another as in a model: skew and the graph's launch are then not all of it.
 """
 
 import time
@@ -14,8 +15,9 @@ from hybridserve.parallel.comm_benchmark.formulas import percentile
 from hybridserve.parallel.group import TensorParallelGroup
 
 Step = Callable[[], object]
-# long enough for the host to enqueue a replay before the device reaches it (about 50 µs)
-_HEAD_START_CYCLES = 100_000
+# long enough for the host to enqueue the meeting and a replay before the device reaches them (about 300 µs):
+# an eager call of NCCL alone takes it 100, and what it lacks would be measured as the other rank's waiting
+_HEAD_START_CYCLES = 600_000
 _BATCH = 100
 
 
@@ -50,20 +52,32 @@ class Meeting:
 
 
 def measure(
-    steps: Sequence[Step], meeting: Meeting, *, row_seconds: float, min_replays: int, max_replays: int
+    steps: Sequence[Step],
+    meeting: Meeting,
+    *,
+    row_seconds: float,
+    min_replays: int,
+    max_replays: int,
+    calls: int = 1,
 ) -> tuple[Times, ...]:
     """Times of each of `steps`, one replay of each in turn, so that a drifting machine drifts for all.
 
-    The number of replays is what fits into `row_seconds` for all steps together, within the two limits.
+    The number of replays is what fits into `row_seconds` for all steps together, within the two limits. What
+    a replay takes beside its step, to be launched and to meet, counts as well. A step is `calls` calls; the
+    times are of one.
     """
+    # the first may compile, or connect
+    _replay(steps, meeting, 1)
+    began = time.perf_counter()
     warm_up = _replay(steps, meeting, min(3, min_replays))
-    once = sum(min(meeting.slowest(own)) for own in warm_up)
+    own_seconds = (time.perf_counter() - began) / len(warm_up[0])
+    [once] = meeting.slowest([own_seconds])
     count = max(min_replays, min(max_replays, int(row_seconds / max(once, 1e-9))))
-    return tuple(_summary(meeting.slowest(own)) for own in _replay(steps, meeting, count))
+    return tuple(_summary(meeting.slowest(own), calls) for own in _replay(steps, meeting, count))
 
 
-def _summary(seconds: Sequence[float]) -> Times:
-    p50, p90, p99 = (round(percentile(seconds, percent) * 1e6, 3) for percent in (50, 90, 99))
+def _summary(seconds: Sequence[float], calls: int) -> Times:
+    p50, p90, p99 = (round(percentile(seconds, percent) / calls * 1e6, 3) for percent in (50, 90, 99))
     return Times(len(seconds), p50, p90, p99)
 
 
@@ -103,8 +117,8 @@ def _replay_on_gpu(steps: Sequence[Step], meeting: Meeting, count: int) -> list[
     return seconds
 
 
-def capture(step: Step) -> Step:
-    """`step` as a CUDA graph's replay. Other threads of the process may go on using the device."""
+def capture(step: Step, calls: int = 1) -> Step:
+    """`calls` times `step` as one CUDA graph's replay. Other threads may go on using the device."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -115,5 +129,6 @@ def capture(step: Step) -> Step:
     graph = torch.cuda.CUDAGraph()
     # NCCL's watchdog thread queries events meanwhile, which a capture for all threads would not survive
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        step()
+        for _ in range(calls):
+            step()
     return graph.replay

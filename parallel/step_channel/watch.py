@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.2
 SILENCE_S = 4.0
 """Without a sign of life a process is stopped, or its host is gone."""
+STARTING_SILENCE_S = 60.0
+"""As long as not all are ready: one call that lets no other thread run may take seconds then."""
 BEHIND_S = 10.0
 """A rank that lives but does not take a step, or does not end one that rank 0 has ended."""
 
@@ -63,7 +65,10 @@ class RankWatch:
         self._board = board
 
     def count_silence(self) -> None:
-        """From now on the others have to be on time: they are all ready."""
+        """From now on the others have to be on time: they are all ready. Until then only a much longer
+        silence counts."""
+        # what was silent while it started has not been silent since
+        self._quiet = _Quiet(self._size)
         self._counts_silence = True
 
     def stop(self) -> None:
@@ -116,9 +121,9 @@ class RankWatch:
         for rank in range(1, self._size):
             if rows[rank].state in (RankState.LEFT, RankState.FAILED):
                 return rank, "has left"
-        if not self._counts_silence:
-            return None
-        return self._quiet.find(rows)
+        # first this: with it comes a new count
+        are_ready = self._counts_silence
+        return self._quiet.find(rows, are_ready)
 
 
 class _Quiet:
@@ -129,18 +134,21 @@ class _Quiet:
         self._silent = [0] * size
         self._behind = [0] * size
 
-    def find(self, rows: dict[int, Row]) -> tuple[int, str] | None:
+    def find(self, rows: dict[int, Row], are_ready: bool) -> tuple[int, str] | None:
         root, found = rows[0], None
+        limit = SILENCE_S if are_ready else STARTING_SILENCE_S
         for rank in range(1, len(rows)):
             row, last = rows[rank], self._last[rank]
             self._last[rank] = row
-            self._silent[rank] = self._silent[rank] + 1 if row.beats == last.beats else 0
+            # one that has not come to the board yet still loads its libraries
+            is_silent = row.beats == last.beats and row.state != RankState.ABSENT
+            self._silent[rank] = self._silent[rank] + 1 if is_silent else 0
             is_behind = _is_less(row.done, root.done) or _is_less(row.taken, root.taken)
             moves = (row.taken, row.done) != (last.taken, last.done)
             self._behind[rank] = self._behind[rank] + 1 if is_behind and not moves else 0
-            if self._silent[rank] * TICK_S >= SILENCE_S:
-                return rank, f"has shown no sign of life for {SILENCE_S:g} s"
-            if self._behind[rank] * TICK_S >= BEHIND_S and found is None:
+            if self._silent[rank] * TICK_S >= limit:
+                return rank, f"has shown no sign of life for {limit:g} s"
+            if are_ready and self._behind[rank] * TICK_S >= BEHIND_S and found is None:
                 found = rank, f"has been stuck at step {row.taken} for {BEHIND_S:g} s"
         return found
 

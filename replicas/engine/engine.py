@@ -66,6 +66,7 @@ class Engine:
         self._step_ms = 0.0
         self._steps = 0
         self._in_flight: _InFlight | None = None
+        self._is_shut_down = False
 
     def add_request(
         self,
@@ -83,7 +84,10 @@ class Engine:
         Raises:
             ValueError: the prompt is empty, too long for the context, or holds a token outside the
                 vocabulary, or `params` names one; or the answer so far is complete. Nothing is queued then.
+            RuntimeError: the engine was shut down.
         """
+        if self._is_shut_down:
+            raise RuntimeError("the engine was shut down")
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is in use")
         prompt = list(prompt_token_ids)
@@ -146,7 +150,8 @@ class Engine:
         self._executor.check()
 
     def shutdown(self) -> None:
-        """Forget all requests and end the processes of other ranks, if there are any; no step may follow."""
+        """Forget all requests and end the processes of other ranks, if there are any; none may follow."""
+        self._is_shut_down = True
         for request_id in list(self._requests):
             self.abort(request_id)
         self._executor.shutdown()

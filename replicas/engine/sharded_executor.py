@@ -4,6 +4,7 @@ Owns the order: plans leave in the order in which they run, and this process tak
 left, or the replica has failed. Knows nothing of how the other ranks were started.
 """
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ class ShardedExecutor:
         self._taken = self._done = 0
         self._is_shut_down = False
         self._why = "the engine was shut down"
+        self._pid = os.getpid()
 
     def submit(self, plan: StepPlan) -> RunningStep:
         """See `Executor`.
@@ -51,6 +53,9 @@ class ShardedExecutor:
 
     def check(self) -> None:
         """Raise what ends the replica, if there is anything. Costs nothing."""
+        if os.getpid() != self._pid:
+            # a plan sent from here would part the ranks from the process that they belong to
+            raise RuntimeError(f"the other ranks belong to process {self._pid}, of which this one is a fork")
         self._watch.check()
         if self._is_shut_down:
             raise RuntimeError(self._why)

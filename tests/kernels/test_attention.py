@@ -151,6 +151,24 @@ def test_decode_equal_lengths(assert_accurate):
     check_decode((37,) * 16, 4, 2, assert_accurate)
 
 
+@pytest.mark.parametrize("query_lens", [(), (0, 0)])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_prefill_of_no_tokens(device, query_lens):
+    """Nor is a device other than the CPU asked for anything."""
+    q, k = (torch.empty(0, heads, 24, device=device) for heads in (4, 2))
+    pages, tables = torch.empty(3, 16, 2, 24, device=device), torch.zeros(len(query_lens), 1, device=device)
+    out = attention_prefill(q, k, k, pages, pages, tables.long(), query_lens, query_lens, scale=0.3)
+    assert out.shape == q.shape and out.device == q.device
+
+
+def test_decode_of_no_rows():
+    paged = make_pages((5,), 2, 24)
+    out = attention_decode(
+        torch.empty(0, 4, 24), paged.keys, paged.values, paged.block_tables[:0], (), scale=0.3
+    )
+    assert out.shape == (0, 4, 24)
+
+
 def test_decode_rows_are_bitwise_their_own_in_any_batch():
     lens = (1, 16, 300, 17, 40, 40, 64, 65, 100, 33, 128, 127)
     paged = make_pages(lens, 2, 24)

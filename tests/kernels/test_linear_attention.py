@@ -301,6 +301,8 @@ def test_agrees_with_transformers(k_heads, v_heads, assert_accurate):
     torch_recurrent_gated_delta_rule = unwrap(modeling_qwen3_5.torch_recurrent_gated_delta_rule)
     inputs = make_inputs(150, k_heads, v_heads)
     batch = [x.unsqueeze(0) for x in inputs.fields()]
+    # not every version repeats the key heads by itself
+    batch[:2] = (x.repeat_interleave(v_heads // k_heads, dim=2) for x in batch[:2])
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     state, index = torch.empty(1, v_heads, 16, 32), torch.tensor([0])
     out = linear_attention_prefill(*inputs.fields(), state, index, torch.tensor([False]), (150,))

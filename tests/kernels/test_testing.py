@@ -28,6 +28,14 @@ def test_a_result_twice_as_wrong_as_plain_pytorch_is_the_limit():
         assert_as_good_as_plain((truth + 2.1e-3).float(), plain, truth)
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_plain_pytorch_that_is_broken_too_excuses_nothing(broken):
+    truth = torch.ones(3, dtype=torch.float64)
+    out = torch.tensor([1.0, broken, 1.0])
+    with pytest.raises(AssertionError, match="error inf"):
+        assert_as_good_as_plain(out, out, truth)
+
+
 def test_poisoned_memory_fills_what_is_not_written_and_ends():
     with poisoned_memory():
         assert torch.empty(3).isnan().all()

@@ -17,6 +17,7 @@ from hybridserve.parallel.peer_memory import (
     MAX_MESSAGE_BYTES,
     CudaDriver,
     Unreachable,
+    as_rows,
     one_shot_bytes,
     open_peers,
 )
@@ -131,6 +132,24 @@ def test_messages_it_takes() -> None:
     assert peers.takes(1, 1024, torch.float32) and not peers.takes(1, 1025, torch.float32)
     assert peers.takes(2, 1024, torch.bfloat16) and not peers.takes(0, 8, torch.bfloat16)
     assert not peers.takes(1, 8, torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [
+        # a hidden vector a row, whatever its width
+        ((3, 5120), (3, 5120)),
+        ((2, 4, 1024), (8, 1024)),
+        # a number a head: 8,192 tokens of 32 heads are no 8,192 turns of 32 numbers
+        ((8192, 32), (64, 4096)),
+        ((4, 48), (3, 64)),
+        # nothing longer divides them
+        ((7, 48), (7, 48)),
+        ((5, 1), (5, 1)),
+    ],
+)
+def test_narrow_messages_are_summed_in_longer_rows(shape: tuple[int, ...], rows: tuple[int, int]) -> None:
+    assert as_rows(torch.empty(shape)).shape == rows
 
 
 def test_more_ranks_read_less_each() -> None:

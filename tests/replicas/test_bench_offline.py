@@ -45,6 +45,49 @@ def test_every_row_is_measured_and_kept(script: Path, demo_model: Path, tmp_path
         assert name in done.stdout
 
 
+def test_ranks_beside_an_earlier_run(script: Path, demo_model: Path, tmp_path: Path) -> None:
+    out, earlier = tmp_path / "out.json", tmp_path / "earlier.json"
+    about = {"model": str(demo_model), "sizes": "quick", "device": "another"}
+    earlier.write_text(json.dumps({"about": about, "rows": [{"name": "capacity 256", "value": 21.0}]}))
+    command = [sys.executable, script, "--shape", demo_model, "--quick", "--device", "cpu", "--json", out]
+    command += ["--tensor-parallel-size", "2", "--cache-memory-bytes", str(2**25), "--against", earlier]
+    command += ["--only", "capacity|TTFT 32|profile of a prefill"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    rows = {row["name"]: row for row in found["rows"]}
+    assert found["about"]["tensor_parallel_size"] == 2 and set(rows) == {"capacity 256", "TTFT 32"}
+    assert rows["TTFT 32"]["value"] > 0 and "against" not in rows["TTFT 32"]
+    # half of each sequence's memory a rank
+    assert 1.8 < rows["capacity 256"]["against"]["speedup"] < 2.2
+    assert list(found["skipped"]) == ["profile of a prefill"] and found["profiles"] == {}
+    assert "compared with a run of device another, this one's is cpu" in done.stdout
+
+
+def test_goals_of_ranks(modules: None, tmp_path: Path) -> None:
+    from baseline import Baseline
+    from rows import Measured
+
+    file = tmp_path / "one.json"
+    rows = [{"name": "TPOT 1", "value": 12.0}, {"name": "mixed", "error": "failed"}]
+    about = {"model": "configs/models/qwen3.5-27b.yaml", "sizes": "full", "state_dtype": "float32"}
+    about |= {"device": "a", "torch": "1", "date": "today"}
+    file.write_text(json.dumps({"about": about, "rows": rows}))
+    compared = Baseline(file, about, "27b", 2).compare("TPOT 1", Measured(8.0, "ms"))
+    assert compared.line("ms", 1) == "1.50 x against 12 ms at TP 1; goal 1.6: missed by 6.2%"
+    four = Baseline(file, about, "27b", 4).compare("TPOT 1", Measured(4.0, "ms"))
+    assert four.line("ms", 1) == "3.00 x against 12 ms at TP 1; goal 2.6: met"
+    assert Baseline(file, about, "9b", 2).compare("TPOT 1", Measured(8.0, "ms")).goal is None
+    assert Baseline(file, about, "27b", 2).compare("mixed", Measured(8.0, "ms")) is None
+    more = Baseline(file, about, "27b", 2).compare("TPOT 1", Measured(24.0, "", more_is_better=True))
+    assert more.speedup == 2.0
+    with pytest.raises(ValueError, match=r"has model 'qwen3.5-27b.yaml', this run 'demo-model'"):
+        Baseline(file, about | {"model": "configs/demo-model"}, None, 2)
+    file.write_text("[]")
+    with pytest.raises(ValueError, match="one.json is no JSON file of this benchmark"):
+        Baseline(file, about, "27b", 2)
+
+
 def test_what_it_refuses(script: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)

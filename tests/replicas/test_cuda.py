@@ -135,7 +135,7 @@ def test_nothing_is_compiled_after_the_start(demo_model):
             prompt = [
                 rng.randrange(8192) for _ in range(rng.choice((1, 2, 15, 16, 17, 63, 64, 200, 513, 900)))
             ]
-            params = SamplingParams(max_tokens=rng.randrange(1, 20), seed=at, **rng.choice(ways))
+            params = SamplingParams(max_tokens=rng.randrange(3, 20), seed=at, **rng.choice(ways))
             engine.add_request(f"r{at}", prompt, params)
             for _ in range(rng.randrange(3)):
                 engine.step()

@@ -63,10 +63,23 @@ GOALS: dict[str, dict[str, Goal]] = {
     },
 }
 
+SPEEDUPS: dict[str, dict[int, dict[str, float]]] = {
+    "27b": {
+        2: {"TPOT 1": 1.6, "TPOT 1 at 2048": 1.6},
+        4: {"TPOT 1": 2.6, "TPOT 1 at 2048": 2.6},
+    }
+}
+"""Key of GOALS -> GPUs of one replica -> row -> how many times faster than on one GPU it should be."""
+
 SHAPES = {(4096, 32): "9b", (5120, 64): "27b", (2048, 40): "35b-a3b"}
 """(hidden_size, layers) -> key of GOALS."""
 
 
+def shape_of(config: ModelConfig) -> str | None:
+    """The key of GOALS for a model of this shape; None for one that has none."""
+    return SHAPES.get((config.hidden_size, config.num_layers))
+
+
 def goals_of(config: ModelConfig) -> dict[str, Goal]:
-    """The goals of a model of this shape; empty for one that has none."""
-    return GOALS.get(SHAPES.get((config.hidden_size, config.num_layers), ""), {})
+    """The goals of a model of this shape on one device; empty for one that has none."""
+    return GOALS.get(shape_of(config) or "", {})

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from baseline import Baseline
 from goals import Goal
 from rows import Measured
 
@@ -16,11 +17,16 @@ NOTHING = "–"
 
 
 class Report:
-    def __init__(self, about: dict[str, Any], path: Path | None) -> None:
-        """`about`: what was measured on what; `path`: of the JSON file, None for none."""
-        self._contents: dict[str, Any] = {"about": about, "rows": [], "profiles": {}}
+    def __init__(self, about: dict[str, Any], path: Path | None, baseline: Baseline | None = None) -> None:
+        """`about`: what was measured on what; `path`: of the JSON file, None for none; `baseline`: what every
+        row is compared with."""
+        self._contents: dict[str, Any] = {"about": about, "rows": [], "profiles": {}, "skipped": {}}
         self._path = path
+        self._baseline = baseline
         print(", ".join(f"{key} {value}" for key, value in about.items()))
+        if baseline is not None:
+            for key, (theirs, ours) in baseline.differences.items():
+                print(f"compared with a run of {key} {theirs}, this one's is {ours}")
         print(_line(HEADINGS), flush=True)
 
     def add(self, name: str, measured: Measured, goal: Goal) -> None:
@@ -44,7 +50,17 @@ class Report:
         for key, value in measured.notes.items():
             print(f"    {key}: {figure(value)}")
         row = {"name": name, **dataclasses.asdict(measured), "goal": dataclasses.asdict(goal)}
-        self._contents["rows"].append({**row, "vllm_ratio": ratio, "verdict": cells[-1]})
+        row |= {"vllm_ratio": ratio, "verdict": cells[-1]}
+        if self._baseline is not None and (beside := self._baseline.compare(name, measured)) is not None:
+            print(f"    {beside.line(measured.unit, self._baseline.ranks)}")
+            row["against"] = {"tensor_parallel_size": self._baseline.ranks, **dataclasses.asdict(beside)}
+        self._contents["rows"].append(row)
+        self._save()
+
+    def skip(self, name: str, reason: str) -> None:
+        """A row that this run cannot have."""
+        print(f"{name}: skipped: {reason}")
+        self._contents["skipped"][name] = reason
         self._save()
 
     def add_failure(self, name: str, error: Exception) -> None:

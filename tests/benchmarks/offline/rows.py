@@ -313,7 +313,8 @@ def first_lengths(s: Session, sizes: Sizes, ready: float) -> Measured:
 
 
 def peak_memory(s: Session) -> Measured:
-    """What is taken of the card at the end, in GiB: torch gives nothing back, so it is the most."""
+    """What is taken of the card at the end, in GiB: torch gives nothing back, so it is the most. Of several
+    ranks' cards, rank 0's."""
     free, total = torch.cuda.mem_get_info(s.device)
     notes = {
         "allocated, GiB": torch.cuda.max_memory_allocated(s.device) / 2**30,

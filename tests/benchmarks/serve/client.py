@@ -36,6 +36,8 @@ class Target:
 class Measured:
     """What a load gave."""
 
+    began: float = 0.0
+    """What the arrivals' times count from, by `time.perf_counter`."""
     outcomes: list[Outcome] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
     """Between two events of an answer, of all answers that ended well."""
@@ -149,6 +151,7 @@ async def drive(
         bodies = [client.body(one, prompt_of(one.prompt_tokens)) for one in arrivals]
         watch = asyncio.create_task(_watch_loop(measured.loop_delay_s))
         cpu, began = time.process_time(), time.perf_counter() + _LEAD_S
+        measured.began = began
         tasks = []
         for arrival, body in zip(arrivals, bodies, strict=True):
             due = began + arrival.at_s

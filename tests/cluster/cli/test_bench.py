@@ -7,7 +7,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from hybridserve.parallel.comm_benchmark import launch
 from hybridserve.parallel.comm_benchmark.schema import REPORT_SCHEMA
+from hybridserve.parallel.comm_benchmark.settings import BenchmarkSettings
 
 
 def test_quick_run_from_end_to_end(hybridserve: Callable, tmp_path: Path) -> None:
@@ -25,6 +27,15 @@ def test_quick_run_from_end_to_end(hybridserve: Callable, tmp_path: Path) -> Non
     shape = Path(__file__).parents[3] / "configs" / "models" / "qwen3.5-27b.yaml"
     ran = hybridserve("bench", "comm", "--expect", "--measured", report, "--model", shape)
     assert ran.code == 0 and "latencies measured" in ran.out and "decode 256" in ran.out
+
+
+def test_a_long_run_says_so_first(hybridserve: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(settings: BenchmarkSettings) -> None:
+        raise ValueError(f"not {settings.tp_size} ranks")
+
+    monkeypatch.setattr(launch, "run_local", refuse)
+    ran = hybridserve("bench", "comm", "--tp", 2, "--backend", "gloo")
+    assert ran.err == ("measuring 2 ranks by gloo takes minutes; --quick: seconds\nerror: not 2 ranks\n")
 
 
 def test_assumed_latencies_are_called_so(hybridserve: Callable, repo_root: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from hybridserve.replicas.llm import LLM, SamplingParams
 
@@ -25,6 +26,15 @@ def test_one_prompt_streams(hybridserve: Callable, demo_model: Path, greedy: Cal
     assert ran.out == greedy(PROMPT) + "\n"
     assert "loading weights" in ran.err
     assert re.search(r"\[\d+ prompt tokens, \d generated, (length|stop); first token after \d+ ms", ran.err)
+
+
+def test_two_processes_share_the_model(
+    hybridserve: Callable, demo_model: Path, greedy: Callable[[str], str]
+) -> None:
+    threads = torch.get_num_threads()
+    ran = hybridserve("generate", demo_model, "--tp", 2, "--device", "cpu", "--prompt", PROMPT, *SMALL)
+    torch.set_num_threads(threads)
+    assert (ran.code, ran.out) == (0, greedy(PROMPT) + "\n"), ran.err
 
 
 def test_a_file_of_prompts_gives_json_lines(
@@ -63,6 +73,7 @@ def test_chat_into_a_file(hybridserve: Callable, demo_model: Path, tmp_path: Pat
         (["MODEL", "--prompt", "a", "--max-tokens", "0"], 1, "error: max_tokens must be at least 1, got 0"),
         (["MODEL", "--prompt", "a", "--cache-memory", "few"], 1, "cache_memory must be a size such as"),
         (["MODEL", "--prompt", "a", "--device", "tpu"], 1, "error: device must be one of auto, cpu, cuda"),
+        (["MODEL", "--prompt", "a", "--tp", "3"], 1, "error: tensor_parallel_size is 3, but tp_size 3 does"),
         (["MODEL", "--prompt", "a", "--system", "b"], 1, "error: system is a chat message"),
         (["MODEL", "--prompts-file", "/nowhere.txt"], 1, "/nowhere.txt"),
         (["MODEL", "--prompt", "a", "--output", "/nowhere/a"], 1, "error: output '/nowhere/a': there is no"),

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -29,6 +30,21 @@ def test_table_of_the_demo_model(hybridserve: Callable, demo_model: Path) -> Non
     assert int(cells(ran.out, "sequences of 1,024 tokens at once")[1].replace(",", "")) > 40_000
     assert "sequences of 32,768" not in ran.out
     assert int(cells(ran.out, "sequences of 8,192 tokens at once")[1].replace(",", "")) > 8_000
+
+
+def test_a_narrow_terminal_cuts_no_number(repo_root: Path) -> None:
+    shape = repo_root / "configs" / "models" / "qwen3-next-80b-a3b.yaml"
+    code = f"""
+import sys
+from hybridserve.cluster.cli.main import main
+sys.argv = ["hybridserve", "inspect", {str(shape)!r}]
+main()
+"""
+    environment = {**os.environ, "COLUMNS": "80"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+    assert "…" not in ran.stdout and max(map(len, ran.stdout.splitlines())) <= 80
+    total = cells(ran.stdout, "total")
+    assert total[3:] == ["79,674,391,296", "77,856,768", "24,576"]
 
 
 def test_memory_dtype_and_shards(hybridserve: Callable, demo_model: Path) -> None:

@@ -264,7 +264,7 @@ def test_decode_magnitudes(magnitude: float, device: torch.device):
 @pytest.mark.parametrize("rows", [40, 300])
 def test_decode_long_splits_and_large_batches(rows: int, device: torch.device):
     # enough rows of one page or two, and a few that are cut; the interpreter takes long for each of them
-    lens = [1 + i % 20 if GPU or i % 9 == 0 else 0 for i in range(rows)]
+    lens = [1 + i % 20 if GPU or i % (rows // 5) == 0 else 0 for i in range(rows)]
     lens[3], lens[rows - 1] = (9000, 1100) if GPU else (600, 530)
     check_decode(lens, device)
 
@@ -273,8 +273,36 @@ def test_decode_long_splits_and_large_batches(rows: int, device: torch.device):
 @pytest.mark.parametrize("processors", [1, 3, 10])
 def test_decode_whatever_the_number_of_programs(processors: int, device, monkeypatch):
     monkeypatch.setattr(triton_decode, "_multiprocessors", lambda device: processors)
+    # less than a row's splits, as 32 are for a long row on a GPU
+    monkeypatch.setattr(triton_decode, "COMBINE_PIECE", 1)
     check_decode((150, 0, 1, 330, 64), device, heads=(6, 3), dim=16)
     check_decode((128,) * 5, device, heads=(3, 3), dim=16)
+
+
+def test_decode_of_no_rows_is_no_launch(device: torch.device):
+    paged = make_pages((5,), 1, 64, DTYPE, device)
+    nothing = Paged([], [], paged.keys, paged.values, paged.block_tables[:0])
+    assert decode(torch.empty(0, 2, 64, device=device, dtype=DTYPE), nothing, (), scale=0.1).shape == (
+        0,
+        2,
+        64,
+    )
+
+
+@pytest.mark.parametrize("attend", [decode, prefill])
+def test_what_would_be_read_wrongly_is_refused(attend: Callable[..., torch.Tensor], device: torch.device):
+    paged = make_pages((5,), 2, 64, DTYPE, device)
+    rows = torch.randn(1, 2, 64, device=device, dtype=DTYPE)
+    # one row to decode, or one new token behind four
+    q, lens = (rows, (5,)) if attend is decode else ([rows], (4,))
+    with pytest.raises(AssertionError):
+        attend(q, paged, lens, scale=0.0)
+    turned = paged.keys.mT.contiguous().mT
+    with pytest.raises(AssertionError):
+        attend(q, Paged(paged.k, paged.v, turned, paged.values, paged.block_tables), lens, scale=0.1)
+    strided = paged.block_tables.repeat_interleave(2, 1)[:, ::2]
+    with pytest.raises(AssertionError):
+        attend(q, Paged(paged.k, paged.v, paged.keys, paged.values, strided), lens, scale=0.1)
 
 
 def test_decode_order_of_rows_changes_no_bit(device: torch.device):

@@ -124,6 +124,16 @@ def test_split_parts_are_the_channels_of_the_whole(device, poisoned_rows, sizes)
     sequences.check_rings()
 
 
+@pytest.mark.parametrize(("taps", "ring"), [((6, 4), (4, 8)), ((8, 4), (3, 8)), ((8, 4), (4, 16))])
+def test_weights_and_rings_of_another_size_are_refused(device, taps, ring):
+    x, weight, rings = (torch.zeros(size, device=device) for size in ((1, 8), taps, (1, *ring)))
+    index, known = torch.tensor([0], device=device), torch.tensor([True], device=device)
+    with pytest.raises(AssertionError):
+        triton_prefill.causal_conv1d_prefill(x, weight, None, rings, index, known, (1,), (3,))
+    with pytest.raises(AssertionError):
+        triton_decode.causal_conv1d_decode(x, cpu.make_phase_weight(weight), None, rings, index, index)
+
+
 def test_prefill_cut_anywhere_is_bitwise_the_whole(device):
     x, weight, bias = (torch.randn(shape, device=device) for shape in ((150, 32), (32, 4), (32,)))
     index, new, going_on = (torch.tensor(value, device=device) for value in ([0], [False], [True]))

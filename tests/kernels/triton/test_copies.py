@@ -55,6 +55,19 @@ def test_no_rows_are_no_launch(device):
     assert torch.equal(buffer, before)
 
 
+@pytest.mark.parametrize("implementation", [cpu, triton_rows], ids=["cpu", "triton"])
+def test_lists_of_unlike_lengths_are_refused(device, implementation):
+    _, windows = windows_of(64, 64, device)
+    one, three = torch.tensor([9], device=device), torch.tensor([0, 1, 2], device=device)
+    for copy, args in (
+        (implementation.copy_rows, (three, one)),
+        (implementation.copy_rows, (one, three)),
+        (implementation.scatter_rows, (three, windows[:1].clone())),
+    ):
+        with pytest.raises((AssertionError, IndexError)):
+            copy(windows, *args)
+
+
 def test_units_at_the_end_of_a_large_arena(gpu):
     unit = 51_904_512
     arena = torch.empty(12 * 2**30, dtype=torch.uint8, device=gpu)

@@ -227,11 +227,17 @@ def padded(x: torch.Tensor, value: int) -> torch.Tensor:
     return torch.cat((x, torch.full_like(x[:1], value)))
 
 
-def check_fused(shape: Shape, device: torch.device, weights: Weights, token: Token, batch: int = 2) -> None:
-    """One step of `batch` rows and one of padding, among a unit that is nobody's."""
+def check_fused(
+    shape: Shape, device: torch.device, weights: Weights, token: Token, batch: int = 2, history: float = 1.0
+) -> None:
+    """One step of `batch` rows and one of padding, among a unit that is nobody's.
+
+    history: the size of the inputs before.
+    """
     units = Units(shape, device, batch + 1)
     index = torch.randperm(batch + 1, device=device)[:batch] * units.step
     rings, initial = units.start(index)
+    units.conv[index] = rings = rings * history
     positions = torch.randint(1, 1000, (batch,), device=device)
     before = units.buffer.clone()
     out = fused(units, shape, weights, token.with_padding(), padded(index, -1), padded(positions, 5))
@@ -276,7 +282,7 @@ def test_fused_extremes(device, size, decay, b):
         A_log=torch.zeros(4, device=device),
         dt_bias=torch.zeros(4, device=device),
     )
-    check_fused(shape, device, weights, token.replaced(a=a, b=torch.full_like(a, b)), 1)
+    check_fused(shape, device, weights, token.replaced(a=a, b=torch.full_like(a, b)), 1, size)
 
 
 @pytest.mark.parametrize("replay", [False, True])
@@ -327,6 +333,15 @@ def test_halves_of_the_channels(device, replay):
         z, weight = token.z.view(heads)[:, :, own], weights.norm_weight[own]
         normed = triton_norm_given.rms_norm_gated_given(o, z, weight, EPS, squares, shape.v_dim)
         torch.testing.assert_close(normed, whole.view(heads)[:, :, own])
+
+
+def test_fused_row_before_its_sequence_touches_nothing(device):
+    shape = Shape(1, 2)
+    units = Units(shape, device, 2)
+    before, index = units.buffer.clone(), torch.arange(2, device=device) * units.step
+    token = Token.make(shape, 2, device)
+    out = fused(units, shape, Weights.make(shape, device), token, index, torch.full_like(index, -1))
+    assert not out.any() and torch.equal(units.buffer, before)
 
 
 def test_fused_rows_are_bitwise_their_own_in_any_batch(device):
@@ -394,7 +409,7 @@ def check_replay(shape: Shape, device: torch.device, steps: int, decay: float | 
     assert_as_good_as_plain(units.state[index], plain_state, exact_state)
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 2), Shape(1, 2, 48, 40)])
+@pytest.mark.parametrize("shape", [Shape(1, 2), Shape(2, 2, 48, 40)])
 def test_replay(device, shape):
     # more than a window; other dtypes are for a GPU, below
     check_replay(shape, device, 20)

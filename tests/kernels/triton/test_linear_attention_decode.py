@@ -76,7 +76,7 @@ def test_half_inputs(device, device_rows, dtype):
 
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 @pytest.mark.parametrize("g", [-20.0, 0.0])
-@pytest.mark.parametrize("size", [1e-12, 1e4])
+@pytest.mark.parametrize("size", [1e-12, 1e-3, 1e4])
 def test_extremes(device, device_rows, size, g, beta):
     q, k, v, gs, betas = make_inputs(device, 1)
     inputs = (q * size, k * size, v * size, torch.full_like(gs, g), torch.full_like(betas, beta))

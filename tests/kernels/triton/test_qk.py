@@ -98,8 +98,14 @@ def test_keys_are_given_back_where_asked(device):
     inputs = Inputs(device, torch.float32, 5, 2, 3, 32, 16, True)
     k_out = torch.full((5, 3, 32), float("nan"), device=device)
     q = inputs.run(k_out)
-    assert torch.equal(k_out, inputs.keys[inputs.slots])
+    keys = inputs.keys[inputs.slots]
+    assert torch.equal(k_out, keys)
     assert torch.equal(q, inputs.run())
+    # of padding, too
+    k_out.fill_(torch.nan)
+    inputs.slots[2] = -1
+    inputs.run(k_out)
+    assert torch.equal(k_out, keys)
 
 
 @pytest.mark.parametrize("scale", [1e-5, 1e5])

@@ -9,7 +9,9 @@ from hybridserve.kernels.sampler import cpu, draw_key
 from hybridserve.kernels.sampler import triton_sample as module
 from hybridserve.kernels.sampler.random import FIRST, GOLDEN, MASK, SECOND, gumbel_noise
 from hybridserve.kernels.sampler.triton_greedy import greedy
+from hybridserve.kernels.sampler.triton_logprobs import token_logprobs
 from hybridserve.kernels.sampler.triton_math import least_exponential, noise_of
+from hybridserve.kernels.sampler.triton_penalties import bias_batch, penalize_batch
 from hybridserve.kernels.sampler.triton_sample import SERVED, Tuning, sample, sample_seeded
 from hybridserve.kernels.testing import poisoned_memory
 
@@ -256,6 +258,24 @@ def test_equal_logits_at_the_boundary_are_kept_by_rising_id(device, tuning):
     assert len(set(tokens.tolist()) & set(range(50, 57))) > 1
 
 
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 1e-6}, {"top_k": 4, "top_p": 0.01}])
+def test_zeros_of_either_sign_rank_by_rising_id(device, filters):
+    """Few of them, so that they are ranked by a sort."""
+    logits = torch.full((1, 1000), -9.0)
+    logits[:, 51::300] = 0.0
+    logits[:, 51] = -0.0
+    tokens, _ = sample(logits.to(device), **on(device, same_options(1, **filters)), tuning=SMALL)
+    assert tokens.tolist() == [51]
+
+
+@pytest.mark.parametrize("tuning", [SMALL, SCANNING], ids=["gathered", "scanned"])
+@pytest.mark.parametrize("top_k", [3, 100])
+def test_top_p_is_a_share_of_what_top_k_keeps(device, top_k, tuning):
+    """Of nearly equal weights: half of the kept ones, where half of all would be every one of them."""
+    logits = (torch.arange(1000) * -1e-3).expand(8, -1).to(device)
+    assert_agrees(logits, same_options(8, top_k=top_k, top_p=0.5, temperature=100.0), tuning)
+
+
 @pytest.mark.parametrize("filters", [{}, {"top_k": 40}, {"top_p": 0.9}])
 def test_rounding_noise_in_the_logits_changes_no_draw(gpu, filters):
     logits = torch.randn(1000, 8192, device=gpu) * 2
@@ -309,6 +329,27 @@ def test_tiny_temperature_is_greedy(device, filters, temperature):
     logits = torch.randn(2, 600).to(device)
     given = on(device, same_options(2, temperature=temperature, **filters))
     assert torch.equal(sample(logits, **given, tuning=SMALL)[0], logits.argmax(-1))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "keys"])
+def test_options_of_fewer_rows_are_refused(device, name):
+    given = on(device, same_options(2))
+    with pytest.raises(AssertionError):
+        sample(torch.zeros(2, 10, device=device), **(given | {name: given[name][:1]}))
+
+
+def test_columns_that_do_not_lie_side_by_side_are_refused(device):
+    logits, given = torch.randn(10, 2, device=device).T, on(device, same_options(2))
+    ids = torch.zeros(2, dtype=torch.int64, device=device)
+    for call in (
+        lambda: sample(logits, **given),
+        lambda: greedy(logits),
+        lambda: token_logprobs(logits, ids, 1),
+        lambda: penalize_batch(logits, ids[:, None], ids, ids, *(given["temperature"],) * 3),
+        lambda: bias_batch(logits, ids[:, None], given["min_p"][:, None], ids[:, None]),
+    ):
+        with pytest.raises(AssertionError):
+            call()
 
 
 def test_no_rows(device):

@@ -70,6 +70,7 @@ def test_messages_of_the_model() -> None:
 
 def test_replays_are_a_thousand_unless_quick() -> None:
     assert make_settings(LAYER, backend="nccl", tp_size=2).max_replays == 1000
+    assert make_settings(LAYER, backend="nccl", tp_size=2, row_seconds=0.2).row_seconds == 0.2
     quick = make_settings(LAYER, backend="gloo", tp_size=2, quick=True)
     assert quick.max_replays == 20 and quick.layer.hidden_size == 256 and quick.layer.num_v_heads == 16
 
@@ -80,6 +81,8 @@ def test_replays_are_a_thousand_unless_quick() -> None:
         ({"tp_size": 0}, "tp must be at least 1, got 0"),
         ({"backend": "mpi"}, "backend must be one of gloo, nccl, got 'mpi'"),
         ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
+        ({"row_seconds": 0.0}, "row_seconds must be above 0, got 0"),
+        ({"row_seconds": float("nan")}, "row_seconds must be above 0, got nan"),
         ({"sizes": (4,)}, "sizes: a message must be at least 8 bytes at tp 2, got 4"),
     ],
 )

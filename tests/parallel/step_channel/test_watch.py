@@ -79,6 +79,29 @@ def test_a_silent_rank_is_blamed_once_all_are_ready(watched) -> None:
     assert str(one.wait_for_failure(5.0)) == "rank 2 of 3 has shown no sign of life for 0.1 s"
 
 
+def test_a_rank_that_hangs_while_it_starts_is_blamed_later(watched, monkeypatch) -> None:
+    monkeypatch.setattr(watch, "STARTING_SILENCE_S", 0.4)
+    board, _, _, one = watched
+    board.alive = set()
+    board.rows[1], board.rows[2] = Row(), Row(state=RankState.STARTING)
+    one.start()
+    assert one.wait_for_failure(0.2) is None
+    assert str(one.wait_for_failure(5.0)) == "rank 2 of 3 has shown no sign of life for 0.4 s"
+
+
+def test_silence_while_it_started_is_not_held_against_a_ready_rank(watched, monkeypatch) -> None:
+    monkeypatch.setattr(watch, "SILENCE_S", 0.4)
+    board, _, failures, one = watched
+    board.alive = {1}
+    one.start()
+    time.sleep(0.6)
+    one.count_silence()
+    time.sleep(0.05)
+    board.alive = {1, 2}
+    time.sleep(0.3)
+    assert failures == []
+
+
 @pytest.mark.parametrize("row", [{"taken": 4, "done": 4}, {"taken": 5, "done": 4}])
 def test_a_rank_that_lives_and_does_not_move_is_blamed(watched, row) -> None:
     board, _, _, one = watched

@@ -131,6 +131,19 @@ def test_shutdown(parts) -> None:
     assert events[1:] == [("stop",)]
 
 
+def test_a_fork_sends_nothing(parts, monkeypatch) -> None:
+    """The ranks would take its plan for one of the process that they belong to, and fail that one."""
+    executor, _, _, events = parts
+    with monkeypatch.context() as fork:
+        fork.setattr(sharded_executor.os, "getpid", lambda: 0)
+        for use in (executor.check, lambda: executor.submit(PLAN)):
+            with pytest.raises(RuntimeError, match=r"belong to process \d+, of which this one is a fork"):
+                use()
+    assert events == []
+    executor.submit(PLAN)
+    assert events[-1] == ("run", 3)
+
+
 def test_the_others_end_though_this_rank_cannot(parts, monkeypatch) -> None:
     executor, runner, _, events = parts
 

@@ -67,6 +67,15 @@ def test_text_is_refused(llm: LLM) -> None:
     assert not llm.engine.has_unfinished()
 
 
+def test_nothing_is_answered_after_the_shutdown(repo_root: Path) -> None:
+    llm = small(repo_root / "configs" / "models" / "qwen3.5-9b.yaml")
+    llm.shutdown()
+    llm.shutdown()
+    with pytest.raises(RuntimeError, match="the engine was shut down"):
+        llm.generate(IDS, use_tqdm=False)
+    assert not llm.engine.has_unfinished()
+
+
 def test_weights_are_asked_for(repo_root: Path) -> None:
     with pytest.raises(ValueError, match="load_format is 'auto', but .* is a shape without weights"):
         LLM(str(repo_root / "configs" / "models" / "qwen3.5-9b.yaml"))

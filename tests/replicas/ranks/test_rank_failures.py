@@ -161,6 +161,28 @@ def test_an_interrupt_waits_for_the_step() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
+def test_an_interrupt_of_the_terminal_is_rank_0s_to_handle(options) -> None:
+    """Ctrl-C goes to the other ranks as well, which may be at a step: they stay for the next one."""
+    llm = LLM(show_progress=False, **options)
+    (rank,) = rank_processes()
+    os.kill(rank, signal.SIGINT)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 3]
+    assert rank_processes() == [rank]
+    llm.shutdown()
+
+
+def test_the_end_of_a_fork_ends_no_rank(options, monkeypatch) -> None:
+    llm = LLM(show_progress=False, **options)
+    ranks = rank_processes()
+    with monkeypatch.context() as fork:
+        fork.setattr(os, "getpid", lambda: 0)
+        llm.engine._executor._stop(0.0)
+    assert len(ranks) == 1 and rank_processes() == ranks
+    llm.shutdown()
+
+
 def rank_processes(parent: int | None = None) -> list[int]:
     """The ids of running processes of ranks that `parent`, by default this process, has started."""
     found = []

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from hybridserve.replicas.engine import local_ranks
 from hybridserve.replicas.sampling_params import SamplingParams
 
 LENGTHS = (1, 5, 64, 65, 130)
@@ -65,7 +66,23 @@ def test_two_ranks_batched_and_chunked(two, requests, alone):
         assert run(two, requests) == alone
 
 
-def test_the_smallest_arena_decides_for_all(two):
+def test_the_smallest_arena_decides_for_all(make, requests, alone, monkeypatch):
+    """Another rank has room for 20 extents, and rank 0 for 64."""
+    program = (
+        "from dataclasses import replace\n"
+        "from hybridserve.replicas.engine import rank, rank_main\n"
+        "build = rank.build_shard\n"
+        "def build_less(config, *args, **options):\n"
+        "    return build(replace(config, cache_memory_bytes=20 * 525_000), *args, **options)\n"
+        "rank.build_shard = build_less; rank_main.main()"
+    )
+    monkeypatch.setattr(local_ranks, "_PROGRAM", program)
+    engine = make(2, max_num_batched_tokens=100)
+    assert engine.arena.num_extents == 20
+    assert run(engine, requests) == alone
+
+
+def test_the_arena_of_a_rank_is_its_part(two):
     """Ranks lay out their memory in the same way, and each rank's part is smaller than the whole."""
     layout = two.arena.layout
     assert layout.extent_bytes <= 525_000
