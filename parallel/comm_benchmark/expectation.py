@@ -23,9 +23,9 @@ class Latencies(Protocol):
 class AssumedLatencies:
     """alpha + factor(n) * S / busbw: a fixed time a call and the bytes that each rank must send.
 
-    Nothing of it is measured. The defaults are round numbers of ours for GPUs of one NVLink 4 node, whose
-    links carry 450 GB/s each way, with calls in CUDA graphs and without multicast; a report of this benchmark
-    replaces them.
+    The instances below are of GPUs of one NVLink 4 node, with calls in CUDA graphs and without multicast:
+    for 2 ranks as measured on two H200 (docs/performance.md), for 4 and 8 round numbers of ours. A report of
+    this benchmark replaces them.
     """
 
     fixed_s: Mapping[int, float]
@@ -39,9 +39,9 @@ class AssumedLatencies:
         return self.fixed_s[ranks] + num_bytes * wire_factor(collective, ranks) / self.busbw
 
 
-ASSUMED_NCCL = AssumedLatencies({2: 10e-6, 4: 14e-6, 8: 20e-6}, 350e9)
-ASSUMED_ONE_SHOT = AssumedLatencies({2: 4e-6, 4: 5e-6, 8: 7e-6}, 350e9)
-"""What an all-reduce over symmetric memory for small messages would have to reach; there is none yet."""
+ASSUMED_NCCL = AssumedLatencies({2: 11e-6, 4: 14e-6, 8: 20e-6}, 270e9)
+ASSUMED_ONE_SHOT = AssumedLatencies({2: 6e-6, 4: 7e-6, 8: 9e-6}, 270e9)
+"""By reading peers' memory."""
 
 
 @dataclass(frozen=True)
