@@ -85,4 +85,6 @@ class Pace:
             asyncio.get_running_loop().call_later(TICK_S, self._tick)
         else:
             self.interval_s = 0.0
+            for stream in self._held:
+                stream.rouse()
             self._held.clear()

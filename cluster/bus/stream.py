@@ -74,6 +74,8 @@ class Stream:
         self._pace = pace
         self._urgent = False
         """Something of the news is to be read at once."""
+        self._held = False
+        """The pace will rouse it; until then its tokens cost next to nothing."""
         self._read_at = 0.0
         self._waiter: asyncio.Future[None] | None = None
 
@@ -117,8 +119,8 @@ class Stream:
         while not self._news or not self.due():
             if self.overflowed:
                 raise StreamOverflow(f"{self._max_unread_tokens} tokens were not read")
-            if self._news:
-                self._pace.hold(self)
+            if self._news and not self._held:
+                self._hold()
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -151,11 +153,19 @@ class Stream:
 
     def _put(self, news: EngineOutput | None, urgent: bool) -> None:
         self._news.append(news)
-        self._urgent |= urgent
-        if self.due():
+        if urgent:
+            self._urgent = True
+            self.rouse()
+        elif self._held:
+            return
+        elif self.due():
             self.rouse()
         else:
-            self._pace.hold(self)
+            self._hold()
+
+    def _hold(self) -> None:
+        self._held = True
+        self._pace.hold(self)
 
     def _overflow(self) -> None:
         self.overflowed = True
@@ -163,5 +173,7 @@ class Stream:
         self.rouse()
 
     def rouse(self) -> None:
+        """Let the reader see what there is."""
+        self._held = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
