@@ -1,24 +1,24 @@
 """The engine's own process: requests come in by actor calls or the token bus, tokens go out by the bus.
 
-Owns the requests' records and their way out. Knows nothing of Serve, and imports no torch: the engine's
+Owns which requests there are and their way out. Knows nothing of Serve, and imports no torch: the engine's
 factory does, in this process alone. Everything but the step loop runs on the actor's event loop.
 """
 
 import asyncio
-import logging
 import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from hybridserve.cluster.access.bus_tls import sender_context
 from hybridserve.cluster.access.options import BusTls
-from hybridserve.cluster.bus.frames import KEY_BYTES, Entry, Failure, ReplyTo, pack_entry, pack_failure
+from hybridserve.cluster.bus.frames import KEY_BYTES, Entry, ReplyTo, pack_entry
 from hybridserve.cluster.bus.sender import BusSender, Channel
 from hybridserve.cluster.bus.submission import Submission
-from hybridserve.cluster.observe.logs import LogOptions, log_event, set_up_logging
+from hybridserve.cluster.observe.logs import LogOptions, set_up_logging
 from hybridserve.cluster.pool.engine_loop import EngineFactory, EngineLoop
+from hybridserve.cluster.pool.engine_request import EngineRequest
 from hybridserve.cluster.pool.golden import golden_fault, golden_request
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest
 from hybridserve.cluster.pool.record import GenerationReply, OutputRecord
@@ -32,27 +32,6 @@ from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
 _LOAD_PERIOD_S = 0.1
 # streams that are said again in one go after a broken connection
 _CAUGHT_UP_AT_ONCE = 16
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Request:
-    """A request from its submission to its end."""
-
-    record: OutputRecord
-    client_request_id: str
-    reply: asyncio.Future[GenerationReply]
-    key: bytes
-    attempt: int = 0
-    channel: Channel | None = None
-    """None when the tokens go back by the call itself."""
-    epoch: int = 0
-    """The channel's epoch when this stream's news last went out in full."""
-    stream: asyncio.Queue[EngineOutput | None] = field(default_factory=asyncio.Queue)
-    """Used by `stream` alone; None: the reply is there."""
-    by_bus: bool = False
-    """It came by the bus; nobody waits for the reply."""
 
 
 class EngineActor:
@@ -82,9 +61,9 @@ class EngineActor:
         self._stuck_after_s = stuck_after_s
         self._watching: asyncio.Task[None] | None = None
         self._loop = EngineLoop(factory, _OnEventLoop(self))
-        self._requests: dict[str, _Request] = {}
-        self._unheard: Unheard[_Request] = Unheard(lambda one: self._sender.close_stream(one.channel))
-        self._accepted: list[_Request] = []
+        self._requests: dict[str, EngineRequest] = {}
+        self._unheard: Unheard[EngineRequest] = Unheard(lambda one: self._sender.close_stream(one.channel))
+        self._accepted: list[EngineRequest] = []
         """Came by the bus; their ingress is to be told so."""
         self._last_load: EngineLoad | None = None
         self._last_load_sent = 0.0
@@ -190,9 +169,9 @@ class EngineActor:
         reply_to: ReplyTo,
         channel: Channel | None,
         by_bus: bool = False,
-    ) -> _Request:
+    ) -> EngineRequest:
         engine_id = reply_to.key.hex()
-        one = _Request(
+        one = EngineRequest(
             OutputRecord(request.request_id, len(request.output_token_ids)),
             request.client_request_id,
             self.event_loop.create_future(),
@@ -225,7 +204,7 @@ class EngineActor:
             queue_age_s=backlog.queue_age_s(),
         )
 
-    def _send(self, by_channel: Mapping[Channel, list[tuple[_Request, EngineOutput]]]) -> None:
+    def _send(self, by_channel: Mapping[Channel, list[tuple[EngineRequest, EngineOutput]]]) -> None:
         """One frame for each ingress; where something may have been lost, `catch_up` says all of it."""
         for channel, news in by_channel.items():
             packed = [
@@ -236,19 +215,19 @@ class EngineActor:
             if packed:
                 self._sender.send(channel, packed)
 
-    def _finish(self, one: _Request, reply: GenerationReply) -> None:
+    def _finish(self, one: EngineRequest, reply: GenerationReply) -> None:
         if not one.reply.done():
             one.reply.set_result(reply)
             one.stream.put_nowait(None)
-            _log_end(one, reply)
+            one.log_end(reply)
             if one.by_bus:
                 self._unheard.add(one.key.hex(), one)
                 if one.epoch == one.channel.epoch:
-                    _send_failure(one)
+                    one.send_failure()
 
     def _say_accepted(self) -> None:
         """An entry without tokens: the load that comes with it counts the request."""
-        by_channel: dict[Channel, list[tuple[_Request, EngineOutput]]] = defaultdict(list)
+        by_channel: dict[Channel, list[tuple[EngineRequest, EngineOutput]]] = defaultdict(list)
         for one in self._accepted:
             by_channel[one.channel].append((one, EngineOutput("", first_index=0)))
         self._accepted.clear()
@@ -261,7 +240,7 @@ class EngineActor:
 
     def on_stepped(self, outputs: list[EngineOutput], load: EngineLoad) -> None:
         self._last_load = load
-        by_channel: dict[Channel, list[tuple[_Request, EngineOutput]]] = defaultdict(list)
+        by_channel: dict[Channel, list[tuple[EngineRequest, EngineOutput]]] = defaultdict(list)
         for output in outputs:
             one = self._requests.get(output.request_id)
             if one is None:
@@ -324,7 +303,7 @@ class EngineActor:
         for one in behind[:_CAUGHT_UP_AT_ONCE]:
             one.epoch = channel.epoch
             self._sender.send(channel, [pack_entry(Entry(one.key, one.attempt, one.record.merged()))])
-            _send_failure(one)
+            one.send_failure()
         return len(behind) > _CAUGHT_UP_AT_ONCE
 
     def on_rejected(self, engine_id: str, reply: GenerationReply) -> None:
@@ -349,32 +328,9 @@ class EngineActor:
         self._requests.clear()
 
 
-def _send_failure(one: _Request) -> None:
-    """Where a request has ended without output and no call says so."""
-    if one.by_bus and one.reply.done() and one.reply.result().output is None:
-        reply = one.reply.result()
-        one.channel.send(pack_failure(Failure(one.key, one.attempt, reply.refused, reply.failed)))
-
-
 def _on_wall_clock(moment: float) -> float:
     """Of a time on this host's monotonic clock, which an ingress on another host does not share."""
     return time.time() - (time.monotonic() - moment)
-
-
-def _log_end(one: _Request, reply: GenerationReply) -> None:
-    """The ingress has a line of each request; here only what went wrong is for everyone to read."""
-    output = reply.output
-    wrong = output is None or output.finish_reason == "error"
-    log_event(
-        logger,
-        logging.WARNING if wrong else logging.DEBUG,
-        "engine_request",
-        request_id=one.client_request_id,
-        attempt=one.attempt,
-        finish_reason="" if output is None else output.finish_reason,
-        generation_tokens=0 if output is None else len(output.token_ids),
-        error=reply.failed or reply.refused or (output.error if output else None),
-    )
 
 
 class _OnEventLoop:

@@ -7,21 +7,8 @@ import pytest
 
 from hybridserve.replicas.llm import LLM
 
-SMALL = {
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "max_position_embeddings": 512,
-    "eos_token_id": 1,
-}
+from .small_shape import SMALL
+
 PROMPTS = [[7 * at % 500 for at in range(1, size)] for size in (2, 6, 70)]
 
 Make = Callable[..., LLM]
@@ -38,7 +25,7 @@ def make(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             LLM(
                 str(repo_root / "configs" / "models" / "qwen3.5-9b.yaml"),
                 load_format="dummy",
-                hf_overrides=SMALL,
+                hf_overrides={**SMALL, "vocab_size": 512},
                 device="cpu",
                 dtype="float32",
                 tensor_parallel_size=ranks,

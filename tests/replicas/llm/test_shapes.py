@@ -7,21 +7,8 @@ import pytest
 from hybridserve.replicas.llm import LLM, SamplingParams
 from hybridserve.replicas.models.config import read_mapping
 
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "max_position_embeddings": 512,
-    "eos_token_id": 1,
-}
+from ..small_shape import SMALL
+
 SMALL_EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
