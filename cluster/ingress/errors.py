@@ -82,6 +82,12 @@ def overloaded(message: str, retry_after: str, reason: RejectReason) -> ApiError
     return ApiError(429, message, code="overloaded", headers=headers)
 
 
+def ingress_failed() -> ApiError:
+    """A 503 by what stands before the ingress replicas: none of them answered, or the one that did ended."""
+    message = "the ingress replica that had the request ended; the request may be sent again"
+    return ApiError(503, message, code="ingress_failed", headers={"Retry-After": "1"})
+
+
 def from_bounds(error: ValueError, aliases: Mapping[str, str] | None = None) -> ApiError:
     """A value refused by `SamplingParams`, whose messages begin with the field's name.
 
