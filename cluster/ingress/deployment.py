@@ -117,6 +117,13 @@ class Ingress:
         """Called by other ingress replicas, when one of them is asked for all metrics."""
         return self._api.state.service.metrics.snapshot()
 
+    async def stop(self, limit_s: float) -> int:
+        """Called by who is about to shut Serve down: ends what is in flight, at the limit with an error.
+
+        Returns how many requests were cut off.
+        """
+        return await self._api.state.service.in_flight.stop(limit_s)
+
     async def _other_ingresses(self) -> list[Snapshot]:
         if self._settings.ingress.num_replicas == 1:
             return []

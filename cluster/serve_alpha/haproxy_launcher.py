@@ -93,7 +93,7 @@ def keep_requests(config: str) -> str:
 
 
 def answer_with(config: str, error_file: Path) -> str:
-    """The configuration with `error_file` for requests that no ingress replica answers; Serve has a plain 500.
+    """The configuration with `error_file` for requests that no ingress replica answers, not a plain 500.
 
     Raises:
         ValueError: the errors are not where Serve 2.60 puts them.

@@ -29,8 +29,8 @@ _EVERY_MODE = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 _MARGIN_S = 60
-# of a request, kept until it is answered; larger ones are not sent again. HAProxy copies a buffer of this size
-# for every request, whatever its length: with 1 MiB, that takes it 0.2 to 0.7 ms
+# of a request, kept until it is answered; larger ones are not sent again. HAProxy copies a buffer of this
+# size for every request, whatever its length: with 1 MiB, that takes it 0.2 to 0.7 ms
 _KEPT_BYTES = 256 * 1024
 _MAX_THREADS = 4
 # sockets are folder/node_id/admin.sock, a node's id has 56 characters, and HAProxy appends its pid at first
