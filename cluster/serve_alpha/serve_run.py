@@ -6,17 +6,16 @@ error that clients understand. A second SIGINT stops at once.
 """
 
 import argparse
+import asyncio
 import signal
 import sys
-import time
 from pathlib import Path
 
 from ray import serve
-from ray.exceptions import RayError
 from ray.serve import scripts
-from ray.serve.exceptions import RayServeException
 
 from hybridserve.cluster.ingress.deployment import INGRESS_NAME
+from hybridserve.cluster.serve_alpha.broadcast import AllReplicas
 from hybridserve.cluster.serve_file import read_application
 
 # beyond the limit: an ingress replica tells those that it cuts off, and answers
@@ -25,23 +24,25 @@ _ANSWER_S = 10.0
 _FLUSH_S = 0.5
 
 
-def drain(app_name: str, limit_s: float) -> None:
-    """Have the application's ingress replicas end what is in flight; errors are told, and end nothing."""
+async def drain(app_name: str, limit_s: float) -> None:
+    """Have the application's ingress replicas end what is in flight."""
     _say(
         f"stopping: new requests are refused, answers in progress may go on for {limit_s:g} s "
         "(once more: stop at once)"
     )
+    ended = await AllReplicas(INGRESS_NAME, app_name, "stop").ask(limit_s + _ANSWER_S, limit_s)
+    _say(f"{len(ended)} ingress replicas are done; {sum(ended)} answers were cut off")
+    await asyncio.sleep(_FLUSH_S)
+
+
+async def end(app_name: str, limit_s: float) -> None:
+    """Shut Serve down once what is in flight has ended; at once without a limit, or when cancelled."""
     try:
-        response = serve.get_deployment_handle(INGRESS_NAME, app_name).broadcast("stop", limit_s)
-        ended = response.results(timeout_s=limit_s + _ANSWER_S, return_exceptions=True)
-    except (RayError, RayServeException, TimeoutError) as error:
-        _say(f"the ingress replicas could not be told to stop: {type(error).__name__}: {error}")
-        return
-    cut = [one for one in ended if isinstance(one, int)]
-    _say(f"{sum(cut)} answers were cut off")
-    if len(cut) < len(ended):
-        _say(f"{len(ended) - len(cut)} of {len(ended)} ingress replicas could not be told to stop")
-    time.sleep(_FLUSH_S)
+        if limit_s:
+            await drain(app_name, limit_s)
+    finally:
+        # on the loop that the handle to the ingress replicas was used on
+        await serve.shutdown_async()
 
 
 def _say(line: str) -> None:
@@ -64,11 +65,9 @@ def main() -> None:
     except KeyboardInterrupt:
         pass
     try:
-        if args.drain_s:
-            drain(str(application.get("name", "default")), args.drain_s)
+        asyncio.run(end(str(application.get("name", "default")), args.drain_s))
     except KeyboardInterrupt:
-        _say("stopping at once")
-    serve.shutdown()
+        _say("stopped at once")
 
 
 if __name__ == "__main__":

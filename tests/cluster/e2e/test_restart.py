@@ -112,7 +112,12 @@ def test_after_a_stop_the_same_port_gives_the_same_text_by_the_other_transport(b
 
 
 def test_the_line_that_hybridserve_serve_prints_works(by_handle) -> None:
-    [line] = [line for line in by_handle.log.read_text().splitlines() if line.startswith("curl ")]
+    deadline = time.monotonic() + 10
+    # it asks whether the server is ready a few times a second
+    while "\ncurl " not in (log := by_handle.log.read_text()):
+        assert time.monotonic() < deadline, log
+        time.sleep(0.1)
+    [line] = [line for line in log.splitlines() if line.startswith("curl ")]
     assert by_handle.url in line
     answer = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60, check=True)
     assert '"finish_reason"' in answer.stdout, answer.stdout

@@ -1,4 +1,4 @@
-"""A server that is told to stop: what is new is refused; what is there may end, or is told that it may not."""
+"""A server that is told to stop: what is new is refused, what is there may end or is told that it may not."""
 
 import asyncio
 from collections.abc import AsyncIterator
