@@ -9,10 +9,10 @@ from the same settings, so with the same threads and waiting) in a process of it
 sample asks first one and then the other for the same new prompt, after the same pause; medians are compared.
 The client keeps one connection, and its clock runs from the request to the first event with text. The
 engine's clock runs from the request to the end of the step that made the first token. Prompts go to both as
-text, as to the offline API, so both pay for tokenising. The many clients are streams in processes of their own that begin at once, as
-the engine's requests do, with prompts of random ids; both clocks run to the last token. Both engines share
-the device, one of them idle, so on a GPU the config's `cache_memory` must leave room for two. Run it on an
-otherwise idle machine.
+text, as to the offline API, so both pay for tokenising. The many clients are streams in processes of their
+own that begin at once, as the engine's requests do, with prompts of random ids; both clocks run to the last
+token. Both engines share the device, one of them idle, so on a GPU the config's `cache_memory` must leave
+room for two. Run it on an otherwise idle machine.
 
 Every row is printed, and the JSON file written anew, as soon as it is measured.
 """
@@ -145,7 +145,9 @@ def one_connection() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120))
 
 
-def ask_engine(engine: Connection, prompts: Sequence[str | list[int]], max_tokens: int) -> tuple[float, float]:
+def ask_engine(
+    engine: Connection, prompts: Sequence[str | list[int]], max_tokens: int
+) -> tuple[float, float]:
     """Seconds to the first token of any prompt, and of all later steps."""
     engine.send((prompts, max_tokens))
     return engine.recv()
