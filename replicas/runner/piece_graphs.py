@@ -1,9 +1,9 @@
 """Steps of some tokens, prefill chunks among them, with CUDA graphs for all that lies between mixers.
 
-Between two mixers no token knows of another, so that part of a layer can be captured for a fixed number of
-tokens and replayed with rows of padding behind. The mixers, whose launches follow the sequences' lengths, run
-as they do without graphs, each between two replays. It spares the host two thirds of a step's launches: a
-step of few tokens takes as long as its host.
+But for what a mixer's `meet` does no token knows of another, so all else of a layer, gates and norms of the
+mixers included, can be captured for a fixed number of tokens and replayed with rows of padding behind. The
+meetings, whose launches follow the sequences' lengths, run as they do without graphs, each between two
+replays. It spares the host four fifths of a step's launches: a step of few tokens takes as long as its host.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +22,30 @@ FINE = (16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1
 
 PADDING_POSITION = -1
 """Of a row that is no token: experts then know it."""
+
+
+class Mixer(Protocol):
+    """A layer's mixer, in parts of which only `meet` knows of more than one token."""
+
+    projected_width: int
+    mixed_width: int
+    num_gates: int
+
+    def prepare(self, projected: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
+        """From [T, projected_width] fp32 [2, T, num_gates], in `out`; None where there are no gates."""
+
+    def inputs(self, projected: torch.Tensor, prepared: torch.Tensor | None) -> tuple[torch.Tensor, ...]: ...
+
+    def meet(
+        self,
+        inputs: tuple[torch.Tensor, ...],
+        step: StepContext,
+        cache: LayerCache,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[T, mixed_width], in `out`; updates the cache."""
+
+    def finish(self, met: torch.Tensor, projected: torch.Tensor) -> torch.Tensor: ...
 
 
 class PieceModel(Protocol):
@@ -60,7 +84,7 @@ class PieceGraphs:
     ) -> None:
         self._model = model
         self._graph = graph
-        self._mixers = [layer.mixer for layer in model.layers]
+        self._mixers: list[Mixer] = [layer.mixer for layer in model.layers]
         self._buckets = tuple(size for size in FINE if size < max_tokens) + (min(max_tokens, FINE[-1]),)
         rows = self._buckets[-1]
         self._token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -68,9 +92,13 @@ class PieceGraphs:
         self._projected = torch.zeros(
             rows * max(mixer.projected_width for mixer in self._mixers), dtype=dtype, device=device
         )
-        self._mixed = torch.zeros(
+        self._met = torch.zeros(
             rows * max(mixer.mixed_width for mixer in self._mixers), dtype=dtype, device=device
         )
+        gates = 2 * rows * max(mixer.num_gates for mixer in self._mixers)
+        self._gates = torch.zeros(gates, dtype=torch.float32, device=device)
+        self._kinds = [(m.projected_width, m.mixed_width, m.num_gates) for m in self._mixers]
+        """Of mixers that lie alike in the fixed memory; those of a model that do are of one type."""
         self._pieces: dict[int, list[Replayable]] = {}
         self._results: dict[int, list[Between | None]] = {}
 
@@ -110,10 +138,16 @@ class PieceGraphs:
         self._positions[count:bucket].fill_(PADDING_POSITION)
         pieces = self._pieces[bucket]
         pieces[0].replay()
-        for mixer, cache, piece in zip(self._mixers, caches, pieces[1:], strict=True):
-            projected = self._view(self._projected, bucket, mixer.projected_width)
-            mixed = self._view(self._mixed, bucket, mixer.mixed_width)
-            mixed[:count].copy_(mixer.mix(projected[:count], step, cache))
+        # views cost the host as much as launches: made once for all mixers of a kind
+        rows: dict[tuple[int, int, int], tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
+        for mixer, kind, cache, piece in zip(self._mixers, self._kinds, caches, pieces[1:], strict=True):
+            if kind not in rows:
+                gates = self._gates_of(bucket, mixer)
+                gates = gates if gates is None else gates[:, :count]
+                inputs = mixer.inputs(self._projected_of(bucket, mixer)[:count], gates)
+                rows[kind] = inputs, self._met_of(bucket, mixer)[:count]
+            inputs, met = rows[kind]
+            mixer.meet(inputs, step, cache, met)
             piece.replay()
         last = self._results[bucket][-1]
         assert last is not None
@@ -133,25 +167,36 @@ class PieceGraphs:
         """The pieces in order; piece i leaves its result in `results[i]`, from where the next one goes on."""
 
         def begin() -> None:
-            results[0] = self._model.begin(self._token_ids[:bucket], self._target(bucket, 0))
+            first = self._mixers[0]
+            target = self._projected_of(bucket, first)
+            results[0] = self._model.begin(self._token_ids[:bucket], target)
+            first.prepare(target, self._gates_of(bucket, first))
 
         def proceed(layer: int) -> None:
-            before = results[layer]
+            before, mixer = results[layer], self._mixers[layer]
             assert before is not None
-            mixed = self._view(self._mixed, bucket, self._mixers[layer].mixed_width)
-            target, positions = self._target(bucket, layer + 1), self._positions[:bucket]
+            mixed = mixer.finish(self._met_of(bucket, mixer), self._projected_of(bucket, mixer))
+            following = self._mixers[layer + 1] if layer + 1 < len(self._mixers) else None
+            target = None if following is None else self._projected_of(bucket, following)
+            positions = self._positions[:bucket]
             results[layer + 1] = self._model.proceed(layer, mixed, before.h, target, positions)
+            if following is not None:
+                following.prepare(target, self._gates_of(bucket, following))
 
         return [begin, *(partial(proceed, layer) for layer in range(len(self._mixers)))]
 
-    def _target(self, bucket: int, layer: int) -> torch.Tensor | None:
-        if layer == len(self._mixers):
-            return None
-        return self._view(self._projected, bucket, self._mixers[layer].projected_width)
+    # one layer's are no longer needed when the next one's are made, so all have the same memory
 
-    @staticmethod
-    def _view(flat: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-        return flat[: rows * width].view(rows, width)
+    def _projected_of(self, bucket: int, mixer: Mixer) -> torch.Tensor:
+        width = mixer.projected_width
+        return self._projected[: bucket * width].view(bucket, width)
+
+    def _met_of(self, bucket: int, mixer: Mixer) -> torch.Tensor:
+        return self._met[: bucket * mixer.mixed_width].view(bucket, mixer.mixed_width)
+
+    def _gates_of(self, bucket: int, mixer: Mixer) -> torch.Tensor | None:
+        count = mixer.num_gates
+        return self._gates[: 2 * bucket * count].view(2, bucket, count) if count else None
 
 
 class _Again:
