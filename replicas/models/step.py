@@ -98,8 +98,8 @@ def _cut(batch: StepBatch, phase: Phase, sequences: slice, tokens: slice) -> Pha
 
 
 MixerKernel = Callable[..., torch.Tensor]
-"""(mixer, its flat inputs …, PhaseBatch, LayerCache, out) -> [tokens of the phase, …]: `out` itself where it is
-given and the kernel could write there."""
+"""(mixer, its flat inputs …, PhaseBatch, LayerCache, out) -> [tokens of the phase, …]: `out` itself where there is
+one and the kernel could write to it."""
 
 KernelTable = Mapping[tuple[Phase, str], MixerKernel]
 """Which function computes a phase on which type of device."""
