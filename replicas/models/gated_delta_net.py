@@ -265,8 +265,9 @@ def _decode_from_projections(
     cache: StateCache,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    # without norm there is no gate, so z is not read
-    return _in_one_launch(mixer, qkv, qkv, a, b, batch, cache, None)
+    # without the norm there is no gate: z is not read, and anything of its shape will do
+    z = qkv.narrow(1, 0, mixer.mixed_width)
+    return _in_one_launch(mixer, qkv, z, a, b, batch, cache, None)
 
 
 def _in_one_launch(
