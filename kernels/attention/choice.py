@@ -132,6 +132,7 @@ def attention_decode(
     *,
     scale: float,
     window: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token of each of B sequences attends to all of its sequence.
 
@@ -140,12 +141,15 @@ def attention_decode(
     seq_lens: tokens of each sequence with the new one, whose key and value are in the pages already: numbers
         on a CPU, an integer tensor [B] on the device on a GPU. 0: a padded row, which becomes zero.
     window: only the last `window` tokens are seen.
-    Returns [B, H, D] in the dtype of q.
+    Returns [B, H, D] in the dtype of q, in `out` where it is given (dense).
     """
     if q.device.type == "cpu":
         lens = tuple(seq_lens.tolist()) if isinstance(seq_lens, torch.Tensor) else seq_lens
-        return cpu.attention_decode(q, keys, values, block_tables, lens, scale=scale, window=window)
+        made = cpu.attention_decode(q, keys, values, block_tables, lens, scale=scale, window=window)
+        return made if out is None else out.copy_(made)
     from hybridserve.kernels.attention import triton_decode
 
     assert isinstance(seq_lens, torch.Tensor), "a GPU reads the lengths on the device"
-    return triton_decode.attention_decode(q, keys, values, block_tables, seq_lens, scale=scale, window=window)
+    return triton_decode.attention_decode(
+        q, keys, values, block_tables, seq_lens, scale=scale, window=window, out=out
+    )

@@ -116,6 +116,7 @@ def gdn_decode_fused(
     num_v_heads: int,
     head_k_dim: int,
     head_v_dim: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token of each of B sequences, from the projections to what the output projection takes.
 
@@ -130,7 +131,7 @@ def gdn_decode_fused(
         rows of both, changed in place.
     positions: int64 [B], position of each token in its sequence.
     A row whose index or position is negative touches nothing, and its output is zero.
-    Returns norm(o) * silu(z), [B, Hv V] in the dtype of qkv, as
+    Returns norm(o) * silu(z), [B, Hv V] in the dtype of qkv, in `out` where it is given (dense), as
         q, k, v = silu(conv(qkv)), rounded to the dtype of qkv;  q, k normalised over K;  q scaled by K^-0.5
         g = -exp(A_log) softplus(a + dt_bias);  beta = sigmoid(b);  o as in `linear_attention_reference`
     (Yang et al. 2024, arXiv 2412.06464.) On a GPU one launch, which a CUDA graph can hold.
@@ -146,8 +147,9 @@ def gdn_decode_fused(
     if qkv.is_cuda:
         from hybridserve.kernels.linear_attention import triton_gdn_decode
 
-        return triton_gdn_decode.gdn_decode_fused(*args, **sizes)
-    return cpu_gdn.gdn_decode_fused(*args, **sizes)
+        return triton_gdn_decode.gdn_decode_fused(*args, **sizes, out=out)
+    made = cpu_gdn.gdn_decode_fused(*args, **sizes)
+    return made if out is None else out.copy_(made)
 
 
 def gdn_decode_replay(
@@ -173,6 +175,7 @@ def gdn_decode_replay(
     num_v_heads: int,
     head_k_dim: int,
     head_v_dim: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`gdn_decode_fused` from S + ring; arguments as there, but that a negative index alone tells padding,
     and
@@ -190,8 +193,9 @@ def gdn_decode_replay(
     if qkv.is_cuda:
         from hybridserve.kernels.linear_attention import triton_gdn_decode_replay
 
-        return triton_gdn_decode_replay.gdn_decode_replay(*args, **sizes)
-    return cpu_gdn.gdn_decode_replay(*args, **sizes)
+        return triton_gdn_decode_replay.gdn_decode_replay(*args, **sizes, out=out)
+    made = cpu_gdn.gdn_decode_replay(*args, **sizes)
+    return made if out is None else out.copy_(made)
 
 
 def flush_replay(

@@ -33,6 +33,7 @@ class FullAttention(Layer):
         super().__init__()
         assert spec.output_gate and spec.qk_norm and spec.rotary_dim > 0, spec
         heads = mixer_heads(spec, group.rank, group.size)
+        self.spec = spec
         self.head_dim = spec.head_dim
         self.scale = spec.head_dim**-0.5
         self.qkv_proj = QKVParallelLinear(
@@ -111,6 +112,10 @@ class FullAttention(Layer):
         )
         return run_phases(step, KERNELS, self, (q, k if keys is None else keys, v), cache, out)
 
+    def own_tensors(self, cache: KVCache) -> tuple[torch.Tensor, ...]:
+        """What of `meet` is this layer's alone; its slots begin where keys and values do."""
+        return self.q_norm.weight, self.k_norm.weight, cache.keys, cache.values
+
     def finish(self, met: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
         """The gate."""
         _, gate, _, _ = projected.split_with_sizes(self.qkv_proj.split_sizes, -1)
@@ -134,9 +139,16 @@ def _decode(
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """k and v are in the cache already."""
-    return attention_decode(
-        q, cache.keys, cache.values, batch.block_tables, batch.seq_lens, scale=mixer.scale
-    ).flatten(1)
+    made = attention_decode(
+        q,
+        cache.keys,
+        cache.values,
+        batch.block_tables,
+        batch.seq_lens,
+        scale=mixer.scale,
+        out=out if out is None else out.view(q.shape),
+    )
+    return made.flatten(1) if out is None else out
 
 
 def _prefill(

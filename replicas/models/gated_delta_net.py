@@ -72,6 +72,7 @@ class GatedDeltaNet(Layer):
         super().__init__()
         heads = mixer_heads(spec, group.rank, group.size)
         channels = Cut(spec.head_v_dim, (heads.channels(spec.head_v_dim),))
+        self.spec = spec
         self.head_k_dim, self.head_v_dim = spec.head_k_dim, channels.count
         self.is_partial = heads.num_parts > 1
         if device.type == "cuda" and channels.count < GPU_MIN_CHANNELS <= spec.head_v_dim:
@@ -165,6 +166,11 @@ class GatedDeltaNet(Layer):
     ) -> torch.Tensor:
         """What the tokens read of the states, before norm and gate: [T, mixed_width]; updates the states."""
         return run_phases(step, KERNELS, self, inputs, cache, out)
+
+    def own_tensors(self, cache: StateCache) -> tuple[torch.Tensor, ...]:
+        """What of `meet` is this layer's alone."""
+        ring = () if cache.replay is None else (cache.replay.k, cache.replay.u, cache.replay.g)
+        return self.conv1d.taps, self.A_log, self.dt_bias, cache.conv, cache.recurrent, *ring
 
     def finish(self, met: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
         """Norm and gate. Where a head's channels are on several ranks, these add up their sums of squares."""
@@ -267,7 +273,7 @@ def _decode_from_projections(
 ) -> torch.Tensor:
     # without the norm there is no gate: z is not read, and anything of its shape will do
     z = qkv.narrow(1, 0, mixer.mixed_width)
-    return _in_one_launch(mixer, qkv, z, a, b, batch, cache, None)
+    return _in_one_launch(mixer, qkv, z, a, b, batch, cache, None, out)
 
 
 def _in_one_launch(
@@ -279,6 +285,7 @@ def _in_one_launch(
     batch: PhaseBatch,
     cache: StateCache,
     norm_weight: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A decode step with its convolution and gates; and with the norm, where it has a weight."""
     given = (qkv, z, a, b, mixer.conv1d.taps, None, mixer.A_log, mixer.dt_bias, norm_weight, mixer.norm.eps)
@@ -287,8 +294,8 @@ def _in_one_launch(
     if batch.replay is not None:
         assert cache.replay is not None
         ring = (batch.replay.counts, batch.replay.flushes)
-        return gdn_decode_replay(*given, *states, cache.replay, *rows, *ring, **mixer.heads)
-    return gdn_decode_fused(*given, *states, *rows, **mixer.heads)
+        return gdn_decode_replay(*given, *states, cache.replay, *rows, *ring, **mixer.heads, out=out)
+    return gdn_decode_fused(*given, *states, *rows, **mixer.heads, out=out)
 
 
 def _prefill(

@@ -98,8 +98,8 @@ def _cut(batch: StepBatch, phase: Phase, sequences: slice, tokens: slice) -> Pha
 
 
 MixerKernel = Callable[..., torch.Tensor]
-"""(mixer, its flat inputs …, PhaseBatch, LayerCache, out) -> [tokens of the phase, …]: `out` itself, if there is
-one that it could write to."""
+"""(mixer, its flat inputs …, PhaseBatch, LayerCache, out) -> [tokens of the phase, …]: `out` itself, where it
+could write to one."""
 
 KernelTable = Mapping[tuple[Phase, str], MixerKernel]
 """Which function computes a phase on which type of device."""

@@ -2,19 +2,26 @@
 
 But for what a mixer's `meet` does no token knows of another, so all else of a layer, gates and norms of the
 mixers included, can be captured for a fixed number of tokens and replayed with rows of padding behind. The
-meetings, whose launches follow the sequences' lengths, run as they do without graphs, each between two
-replays. It spares the host four fifths of a step's launches: a step of few tokens takes as long as its host.
+meetings, whose launches follow the sequences' lengths, lie between the replays. On a GPU one layer of a kind
+meets as it does without graphs, and its launches are those of the others, with other addresses. All this is
+for the host: a step of few tokens takes as long as its host.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from hybridserve.replicas.models.batch import LayerCache, StepBatch
 from hybridserve.replicas.models.qwen3_5 import Between
+from hybridserve.replicas.models.specs import MixerSpec
 from hybridserve.replicas.models.step import StepContext
+
+if TYPE_CHECKING:
+    # a CPU has no Triton
+    from hybridserve.kernels.launch_tape import LaunchTape
 
 FINE = (16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 """Numbers of tokens to capture: beyond 2,048 the GPU takes longer than its host does without graphs."""
@@ -27,6 +34,7 @@ PADDING_POSITION = -1
 class Mixer(Protocol):
     """A layer's mixer, in parts of which only `meet` knows of more than one token."""
 
+    spec: MixerSpec
     projected_width: int
     mixed_width: int
     num_gates: int
@@ -44,6 +52,9 @@ class Mixer(Protocol):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[T, mixed_width], in `out`; updates the cache."""
+
+    def own_tensors(self, cache: LayerCache) -> tuple[torch.Tensor, ...]:
+        """All that `meet` reads or writes of the layer and its cache."""
 
     def finish(self, met: torch.Tensor, projected: torch.Tensor) -> torch.Tensor: ...
 
@@ -76,6 +87,29 @@ GraphMaker = Callable[[Callable[[], None], object], Replayable]
 """(body, memory pool) -> what does again, without the host's part, what body did; it has run once before."""
 
 
+@dataclass(frozen=True)
+class _Meeting:
+    """A layer's, with what its launches depend on."""
+
+    mixer: Mixer
+    cache: LayerCache
+    kind: int
+    """Equal for layers whose launches differ in `addresses` alone."""
+    addresses: tuple[int, ...]
+
+
+def _meetings(mixers: Sequence[Mixer], caches: Sequence[LayerCache]) -> list[_Meeting]:
+    kinds: dict[object, int] = {}
+    found = []
+    for mixer, cache in zip(mixers, caches, strict=True):
+        own = mixer.own_tensors(cache)
+        # a cache's first axis may be of any size, as no kernel knows it
+        alike = tuple((x.dtype, x.shape[1:], x.stride(), x.data_ptr() % 16) for x in own)
+        kind = kinds.setdefault((mixer.spec, alike), len(kinds))
+        found.append(_Meeting(mixer, cache, kind, tuple(x.data_ptr() for x in own)))
+    return found
+
+
 class PieceGraphs:
     """For each bucket of tokens one graph a piece, over fixed memory for what mixers read and write."""
 
@@ -97,8 +131,9 @@ class PieceGraphs:
         )
         gates = 2 * rows * max(mixer.num_gates for mixer in self._mixers)
         self._gates = torch.zeros(gates, dtype=torch.float32, device=device)
-        self._kinds = [(m.projected_width, m.mixed_width, m.num_gates) for m in self._mixers]
-        """Of mixers that lie alike in the fixed memory; those of a model that do are of one type."""
+        self._meetings: list[_Meeting] = []
+        self._caches: Sequence[LayerCache] | None = None
+        """That `_meetings` are of."""
         self._pieces: dict[int, list[Replayable]] = {}
         self._results: dict[int, list[Between | None]] = {}
 
@@ -138,20 +173,39 @@ class PieceGraphs:
         self._positions[count:bucket].fill_(PADDING_POSITION)
         pieces = self._pieces[bucket]
         pieces[0].replay()
-        # views cost the host as much as launches: made once for all mixers of a kind
-        rows: dict[tuple[int, int, int], tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
-        for mixer, kind, cache, piece in zip(self._mixers, self._kinds, caches, pieces[1:], strict=True):
-            if kind not in rows:
-                gates = self._gates_of(bucket, mixer)
-                gates = gates if gates is None else gates[:, :count]
-                inputs = mixer.inputs(self._projected_of(bucket, mixer)[:count], gates)
-                rows[kind] = inputs, self._met_of(bucket, mixer)[:count]
-            inputs, met = rows[kind]
-            mixer.meet(inputs, step, cache, met)
+        tapes: dict[int, LaunchTape] = {}
+        for meeting, piece in zip(self._meetings_with(caches), pieces[1:], strict=True):
+            tape = tapes.get(meeting.kind)
+            if tape is not None:
+                tape.play(meeting.addresses)
+            elif self._token_ids.is_cuda:
+                tapes[meeting.kind] = self._recorded(meeting, bucket, count, step)
+            else:
+                self._meet(meeting, bucket, count, step)
             piece.replay()
         last = self._results[bucket][-1]
         assert last is not None
         return last.h[:count]
+
+    def _meetings_with(self, caches: Sequence[LayerCache]) -> list[_Meeting]:
+        if self._caches is not caches:
+            self._meetings = _meetings(self._mixers, caches)
+            self._caches = caches
+        return self._meetings
+
+    def _recorded(self, meeting: _Meeting, bucket: int, count: int, step: StepContext) -> "LaunchTape":
+        from hybridserve.kernels.launch_tape import LaunchTape
+
+        tape = LaunchTape(meeting.mixer.own_tensors(meeting.cache))
+        with tape.recording():
+            self._meet(meeting, bucket, count, step)
+        return tape
+
+    def _meet(self, meeting: _Meeting, bucket: int, count: int, step: StepContext) -> None:
+        mixer, gates = meeting.mixer, self._gates_of(bucket, meeting.mixer)
+        prepared = gates if gates is None else gates[:, :count]
+        inputs = mixer.inputs(self._projected_of(bucket, mixer)[:count], prepared)
+        mixer.meet(inputs, step, meeting.cache, self._met_of(bucket, mixer)[:count])
 
     def _capture(self, bucket: int, pool: object) -> None:
         results: list[Between | None] = [None] * (len(self._mixers) + 1)
