@@ -136,6 +136,17 @@ def prefill(q: Sequence[torch.Tensor], paged: Paged, context_lens: Sequence[int]
         )
 
 
+def test_prefill_into_given_memory(device: torch.device):
+    paged, context_lens = make_pages((40, 21), 1, 64, DTYPE, device), (20, 4)
+    q = [torch.randn(n, 2, 64, device=device, dtype=DTYPE) for n in (20, 17)]
+    out = prefill(q, paged, context_lens, scale=0.125)
+    room = torch.full((50, 2, 64), float("nan"), device=device, dtype=DTYPE)
+    assert prefill(q, paged, context_lens, scale=0.125, out=room[3:40]).data_ptr() == room[3].data_ptr()
+    assert torch.equal(room[3:40], out) and room[:3].isnan().all() and room[40:].isnan().all()
+    with pytest.raises(AssertionError):
+        prefill(q, paged, context_lens, scale=0.125, out=room)
+
+
 def check_prefill(
     query_lens: Sequence[int],
     context_lens: Sequence[int],
@@ -412,6 +423,9 @@ def test_the_fastest_prefill_is_as_right(heads, dim: int, new: int, context: int
         at += n
     ours = attention_prefill(q, k, v, *tables, query_lens, context_lens, scale=0.06)
     torch.testing.assert_close(out, ours, atol=2e-2, rtol=2e-2)
+    room = torch.full_like(out, float("nan"))
+    assert choice.attention_prefill(q, k, v, *tables, query_lens, context_lens, scale=0.06, out=room) is room
+    assert torch.equal(room, out)
 
 
 @needs_gpu
