@@ -134,7 +134,7 @@ def test_greedy_continuation_equals_transformers(kit, demo_path, demo_reference)
 def test_a_shortened_model_is_one_of_fewer_layers(kit, demo_path) -> None:
     """And is whole again behind the block, however that ends."""
     loaded = kit.load(demo_path)
-    model, config = loaded.model, loaded.config
+    model, config = loaded.model, loaded.caches.config
     names = list(dict(model.named_parameters()))
     first, second = config.distinct_layers
     assert config.mixers[first] != config.mixers[second] and first == 0
