@@ -26,6 +26,8 @@ class Sizes:
     """How large the workloads are; the defaults are what the goals are for."""
 
     warm_up: int = 1024
+    first: tuple[int, ...] = (1024, 8192, 32768)
+    """Prompts that a start is not over before."""
     ttft: tuple[int, ...] = (100, 512, 1024, 8192, 32768, 131072)
     ttft_runs: int = 3
     tpot_batches: tuple[int, ...] = (1, 8, 32, 128, 256)
@@ -56,6 +58,7 @@ class Sizes:
 
 QUICK = Sizes(
     warm_up=32,
+    first=(32, 128),
     ttft=(32, 128),
     ttft_runs=2,
     tpot_batches=(1, 4),
@@ -333,7 +336,7 @@ def start(s: Session, imports: float, ready: float) -> Measured:
 
 def first_lengths(s: Session, sizes: Sizes, ready: float) -> Measured:
     """The same and the first prompts of three lengths, before any other request."""
-    lengths = [length for length in sizes.ttft[:3] if length < s.engine.max_model_len]
+    lengths = [length for length in sizes.first if length < s.engine.max_model_len]
     firsts = {f"first {n}, s": s.generate([s.prompt(n)], greedy(1)) for n in lengths}
     return Measured(ready + sum(firsts.values()), "s", notes=firsts)
 
