@@ -49,6 +49,26 @@ def takes_fused(
     )
 
 
+def build_plans(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_query_len: int,
+    max_context_len: int,
+) -> None:
+    """What `attention_prefill` would build on the first long prompts, which takes up to seconds."""
+    lengths = [length for length in FUSED_LENGTHS if takes_fused(head_dim, dtype, length, 0, None)]
+    lengths = [length for length in lengths if FUSED_FILL * length <= max_query_len]
+    if not lengths or device.type == "cpu" or not _has_fused(device):
+        return
+    from hybridserve.kernels.attention import fused
+
+    pieces = [piece for piece in CONTEXT_PIECES if piece <= max_context_len]
+    fused.build_plans(num_heads, num_kv_heads, head_dim, dtype, device, lengths, pieces)
+
+
 def write_kv(
     k: torch.Tensor,
     v: torch.Tensor,

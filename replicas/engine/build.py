@@ -281,6 +281,7 @@ class Preparation:
     def finish(self) -> None:
         """Wait for the kernels; run the largest steps and note what memory they take beside weights."""
         with self._report.part("kernels"):
+            self._rehearsal.build_plans()
             self._compilation.wait()
         with self._report.part("profile"):
             held = torch.cuda.memory_allocated(self._device)

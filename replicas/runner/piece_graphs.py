@@ -166,13 +166,14 @@ class PieceGraphs:
         """As the model's own; the result is overwritten by the next call."""
         count = batch.num_tokens
         bucket = next(size for size in self._buckets if size >= count)
-        step = self._model.context(batch)
         self._token_ids[:count].copy_(batch.token_ids)
         self._token_ids[count:bucket].zero_()
         self._positions[:count].copy_(batch.positions)
         self._positions[count:bucket].fill_(PADDING_POSITION)
         pieces = self._pieces[bucket]
         pieces[0].replay()
+        # the device has something to do meanwhile
+        step = self._model.context(batch)
         tapes: dict[int, LaunchTape] = {}
         for meeting, piece in zip(self._meetings_with(caches), pieces[1:], strict=True):
             tape = tapes.get(meeting.kind)

@@ -11,12 +11,12 @@ from typing import Protocol
 
 import torch
 
-from hybridserve.kernels.attention import CONTEXT_PIECES, FUSED_LENGTHS
+from hybridserve.kernels.attention import CONTEXT_PIECES, FUSED_LENGTHS, build_plans
 from hybridserve.kernels.compilation import Launch, recorded_launches
 from hybridserve.replicas.arena.arena import Arena, Copies
 from hybridserve.replicas.arena.layout import ArenaLayout
 from hybridserve.replicas.engine.plan import SampleSpec, ScheduledSequence, StepPlan
-from hybridserve.replicas.models.specs import LinearAttentionSpec, ModelConfig
+from hybridserve.replicas.models.specs import FullAttentionSpec, LinearAttentionSpec, ModelConfig
 from hybridserve.replicas.runner.runner import GraphLimits, Model, ModelRunner
 from hybridserve.replicas.runner.storage import ArenaStorage
 from hybridserve.replicas.sampling_params import SamplingParams
@@ -86,8 +86,9 @@ class Rehearsal:
         pages = longest + self._counts[-1] * layout.pages_for(SHORT)
         self._arena = Arena(layout, layout.extents_for(self._counts[-1] + 1, pages))
         self._model, self._layers = model, config.distinct_layers
-        mixers = [config.mixers[layer] for layer in self._layers]
-        storage = ArenaStorage(layout, self._arena.num_extents, mixers, dtype, device)
+        self._mixers = [config.mixers[layer] for layer in self._layers]
+        self._dtype, self._device, self._max_model_len = dtype, device, max_model_len
+        storage = ArenaStorage(layout, self._arena.num_extents, self._mixers, dtype, device)
         self._runner = ModelRunner(model, storage, device, max_num_seqs=max(max_num_seqs, 2))
         self._storage = storage
 
@@ -100,6 +101,12 @@ class Rehearsal:
             for graphs in self._runner.make_graphs(self._limits):
                 graphs.rehearse()
         return found
+
+    def build_plans(self) -> None:
+        """What libraries have to prepare for these steps; needs no kernel of ours."""
+        for mixer in {m for m in self._mixers if isinstance(m, FullAttentionSpec)}:
+            heads = (mixer.total_num_heads, mixer.total_num_kv_heads, mixer.head_dim)
+            build_plans(*heads, self._dtype, self._device, self._chunk, self._max_model_len)
 
     def run(self) -> None:
         """The largest prefills, done; among them each that builds a plan outside of Triton."""
