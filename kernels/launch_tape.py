@@ -45,15 +45,17 @@ class LaunchTape:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, this process' Triton launches are done and noted. One thread at a time."""
-        original = JITFunction.run
+        """Inside, this thread's Triton launches are done and noted. One thread at a time."""
+        thread = threading.get_ident()
 
         def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             compiled = original(kernel, *args, grid=grid, warmup=warmup, **options)
-            self._note(kernel, compiled, args, grid, options)
+            if threading.get_ident() == thread:
+                self._note(kernel, compiled, args, grid, options)
             return compiled
 
         with _recording:
+            original = JITFunction.run
             JITFunction.run = run  # type: ignore[method-assign]
             try:
                 yield

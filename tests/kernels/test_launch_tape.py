@@ -1,5 +1,7 @@
 """One layer's launches again for another: what is exchanged, and what stays; without a kernel or a GPU."""
 
+import threading
+
 import pytest
 import torch
 import triton.language as tl
@@ -99,3 +101,19 @@ def test_a_descriptor_of_the_layers_own_memory_is_refused(compiled):
     tape = LaunchTape([weight])
     with tape.recording(), pytest.raises(AssertionError, match="descriptor"):
         kernel[(1,)](described, weight, weight, weight, 8, 0.5, None, BLOCK=64)
+
+
+def test_what_another_thread_launches_is_not_noted(compiled):
+    weight, x = torch.zeros(4), torch.zeros(8)
+    tape = LaunchTape([weight])
+
+    def launch():
+        kernel[(9,)](x, weight, weight, x, 8, 0.5, None, BLOCK=64)
+
+    with tape.recording():
+        other = threading.Thread(target=launch)
+        other.start()
+        other.join()
+        kernel[(1,)](x, weight, weight, x, 8, 0.5, None, BLOCK=64)
+    tape.play([weight.data_ptr()])
+    assert [args[0] for args in compiled.launches] == [1]
