@@ -6,7 +6,7 @@ that broke off looks from inside it: the application returns before the answer's
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,7 +15,6 @@ from hybridserve.cluster.ingress.errors import error_response, ingress_failed
 from hybridserve.cluster.ingress.sse import DONE, event
 
 _TRIES = 3
-# of all requests that a proxy may have at a time
 _KEPT_BYTES = 8 * 2**20
 _ID = re.compile(rb'"id": ?"([^"\\]{1,128})"')
 
@@ -29,7 +28,7 @@ class IngressFailover:
 
     Args:
         tries: at most; a request that ends ingress replicas ends so many.
-        kept_bytes: of a body; a larger one is not sent again.
+        kept_bytes: of a body, until its answer begins; a larger one is not sent again.
     """
 
     def __init__(self, app: ASGIApp, tries: int = _TRIES, kept_bytes: int = _KEPT_BYTES) -> None:
@@ -42,7 +41,7 @@ class IngressFailover:
             await self._app(scope, receive, send)
             return
         request = _KeptRequest(receive, self._kept_bytes)
-        answer = _WatchedAnswer(send)
+        answer = _WatchedAnswer(send, request.forget)
         for _ in range(self._tries):
             # Serve writes the route's prefix into it
             await self._app(dict(scope), request.receive_again(), answer.send)
@@ -74,9 +73,14 @@ class _KeptRequest:
         """Nothing that was read had to be dropped."""
         return self._room >= 0
 
+    def forget(self) -> None:
+        """It will not be sent again."""
+        self._room = -1
+        self._messages.clear()
+
     def receive_again(self) -> Receive:
         """A `receive` that begins at the beginning."""
-        kept: Iterable[Message] = iter(self._messages.copy())
+        kept: Iterator[Message] = iter(self._messages.copy())
 
         async def receive() -> Message:
             message = next(kept, None)
@@ -93,7 +97,7 @@ class _KeptRequest:
             if self.is_whole:
                 self._messages.append(message)
             else:
-                self._messages.clear()
+                self.forget()
         return message
 
 
@@ -102,6 +106,7 @@ class _WatchedAnswer:
     """How far an answer has come."""
 
     _send: Send
+    _on_start: Callable[[], None]
     started: bool = False
     ended: bool = False
     is_events: bool = False
@@ -115,6 +120,7 @@ class _WatchedAnswer:
                 self._first = message.get("body", b"")
         elif message["type"] == "http.response.start":
             self.started = True
+            self._on_start()
             self.is_events = any(
                 name == b"content-type" and value.startswith(b"text/event-stream")
                 for name, value in message["headers"]
