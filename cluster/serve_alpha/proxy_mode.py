@@ -97,10 +97,14 @@ def _launcher() -> Path:
     return Path(found).absolute()
 
 
+def running() -> ProxyMode:
+    """What stands before the ingress in this process' Serve."""
+    return "haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "serve"
+
+
 def check(mode: ProxyMode) -> None:
     """Raise RuntimeError unless this process' Serve is in `mode`."""
-    running: ProxyMode = "haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "serve"
-    if mode == "haproxy" and running != mode:
+    if mode == "haproxy" and running() != mode:
         raise RuntimeError(
             "ingress.proxy is haproxy, but this Serve runs without HAProxy: use `hybridserve serve`, or set "
             "what `hybridserve proxy-env` prints where the cluster's processes start"
