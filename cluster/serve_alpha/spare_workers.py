@@ -11,11 +11,13 @@ import random
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import ray
 from ray._private.grpc_utils import init_grpc_channel
 from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc, runtime_environment_pb2
+from ray.exceptions import RayError
 
 from hybridserve.cluster.serve_alpha.preloaded import NOBODYS_JOB
 
@@ -41,7 +43,9 @@ class SpareWorkersOptions:
 
 
 @dataclass(frozen=True)
-class _Raylet:
+class Raylet:
+    """A node's, and where it listens."""
+
     node_id: str
     address: str
 
@@ -54,8 +58,8 @@ class SpareWorkers:
 
     def __init__(self, options: SpareWorkersOptions) -> None:
         self._options = options
-        self._asked: dict[str, float] = {}
-        """When each node was asked last."""
+        self._asked: dict[str, tuple[float, int]] = {}
+        """When each node was asked last, and how many it had then."""
         runtime_env = ray.get_runtime_context().get_runtime_env_string()
         # an actor is only given to a process with the environment that it is to have itself
         self._runtime_env = runtime_environment_pb2.RuntimeEnvInfo(serialized_runtime_env=runtime_env)
@@ -66,49 +70,71 @@ class SpareWorkers:
             await asyncio.sleep(_PERIOD_S * random.uniform(0.7, 1.3))
             try:
                 await asyncio.to_thread(self.fill)
-            except grpc.RpcError as error:
-                logger.warning("no spare processes: %s", error.code())
-                if error.code() == grpc.StatusCode.UNIMPLEMENTED:
-                    return
+            except NotImplementedError as error:
+                logger.warning("there will be no spare processes: %s", error)
+                return
+            except RayError as error:
+                logger.warning("the nodes are not known, so none gets spare processes: %s", error)
 
     def fill(self) -> None:
         """Ask for what is missing now.
 
         Raises:
-            grpc.RpcError: of a raylet that could not be asked.
+            NotImplementedError: the raylets have no such calls.
+            RayError: the nodes are not known.
         """
-        for raylet in _raylets(ray.nodes(), self._options):
-            now = time.monotonic()
-            if now < self._asked.get(raylet.node_id, -_PATIENCE_S) + _PATIENCE_S:
-                continue
-            with init_grpc_channel(raylet.address) as channel:
-                stub = node_manager_pb2_grpc.NodeManagerServiceStub(channel)
-                missing = self._options.per_node - _count(stub)
-                if missing > 0:
-                    self._asked[raylet.node_id] = now
-                    stub.PrestartWorkers(
-                        node_manager_pb2.PrestartWorkersRequest(
-                            language=common_pb2.PYTHON,
-                            num_workers=missing,
-                            keep_alive_duration_secs=_KEPT_S,
-                            runtime_env_info=self._runtime_env,
-                        ),
-                        timeout=_CALL_S,
-                    )
+        for raylet in raylets(ray.nodes(), self._options):
+            try:
+                self._fill(raylet)
+            except grpc.RpcError as error:
+                # a node that has just gone, most likely
+                logger.info("node %s was not asked for spare processes: %s", raylet.node_id, error.code())
+                if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+                    raise NotImplementedError(f"Ray {ray.__version__} cannot start them") from error
+
+    def _fill(self, raylet: Raylet) -> None:
+        count = len(spare_processes(raylet.address))
+        now = time.monotonic()
+        asked_at, count_then = self._asked.get(raylet.node_id, (-_PATIENCE_S, 0))
+        # those that were asked for have come, or some: a raylet starts no more at once than there are cores
+        if count < self._options.per_node and (count > count_then or now >= asked_at + _PATIENCE_S):
+            self._asked[raylet.node_id] = now, count
+            self._ask(raylet.address, self._options.per_node - count)
+
+    def _ask(self, address: str, count: int) -> None:
+        request = node_manager_pb2.PrestartWorkersRequest(
+            language=common_pb2.PYTHON,
+            num_workers=count,
+            keep_alive_duration_secs=_KEPT_S,
+            runtime_env_info=self._runtime_env,
+        )
+        with init_grpc_channel(address) as channel:
+            stub = node_manager_pb2_grpc.NodeManagerServiceStub(channel)
+            stub.PrestartWorkers(request, timeout=_CALL_S)
 
 
-def _raylets(nodes: Iterable[Mapping[str, object]], options: SpareWorkersOptions) -> list[_Raylet]:
+def spare_processes(address: str) -> list[int]:
+    """The pids of a node's workers that have never been used, those still loading among them.
+
+    Args:
+        address: of its raylet.
+
+    Raises:
+        grpc.RpcError: it could not be asked.
+    """
+    with init_grpc_channel(address) as channel:
+        stub = node_manager_pb2_grpc.NodeManagerServiceStub(channel)
+        answer = stub.GetNodeStats(node_manager_pb2.GetNodeStatsRequest(), timeout=_CALL_S)
+    workers = (one for one in answer.core_workers_stats if one.worker_type == common_pb2.WORKER)
+    return [one.pid for one in workers if one.job_id.hex() == NOBODYS_JOB]
+
+
+def raylets(nodes: Iterable[Mapping[str, Any]], options: SpareWorkersOptions) -> list[Raylet]:
     """Of the living nodes that have what a replica takes, be it in use or not."""
     return [
-        _Raylet(node["NodeID"], f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
+        Raylet(node["NodeID"], f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
         for node in nodes
         if node["Alive"]
         and node["Resources"].get("CPU", 0.0) >= options.cpus
         and node["Resources"].get("GPU", 0.0) >= options.gpus
     ]
-
-
-def _count(stub: node_manager_pb2_grpc.NodeManagerServiceStub) -> int:
-    """A node's workers that have never been used."""
-    stats = stub.GetNodeStats(node_manager_pb2.GetNodeStatsRequest(), timeout=_CALL_S).core_workers_stats
-    return sum(one.worker_type == common_pb2.WORKER and one.job_id.hex() == NOBODYS_JOB for one in stats)
