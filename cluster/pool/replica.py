@@ -57,9 +57,8 @@ class PoolReplica:
         self._engine = self._actors.engine
         self._info = await self._wait_for_start(options.startup_timeout_s)
         self._tasks = [asyncio.create_task(self._wait_for_death()), asyncio.create_task(self._end())]
-        if options.spares is not None and serve.get_replica_context().rank.rank == 0:
-            # one of the pool is enough, and there is always a first one
-            self._tasks.append(asyncio.create_task(SpareWorkers(options.spares).keep()))
+        if options.spares is not None:
+            self._tasks.append(asyncio.create_task(SpareWorkers(options.spares, _is_first).keep()))
         log_event(logger, logging.INFO, "engine_up", "the engine is up", **asdict(self._info))
 
     async def generate(self, request: GenerationRequest, reply_to: ReplyTo) -> GenerationReply:
@@ -205,3 +204,8 @@ def leave() -> None:
 def _replica_name() -> str:
     """As Serve's request router knows this replica."""
     return serve.get_replica_context().replica_id.unique_id
+
+
+def _is_first() -> bool:
+    """Whether this is the first of its pool's replicas, of which Serve makes another one when it ends."""
+    return serve.get_replica_context().rank.rank == 0

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,11 +53,16 @@ class Raylet:
 class SpareWorkers:
     """Asks the raylets of all nodes that could hold a replica for what is missing of the spare processes.
 
-    Several of these at once may ask for more than there are to be: one replica of a pool has one.
+    Several at once may ask for more than there are to be, so only one of a pool's replicas does at a time.
+
+    Args:
+        options: what there is to be.
+        in_charge: whether it is this one that asks. The replica that did may have ended.
     """
 
-    def __init__(self, options: SpareWorkersOptions) -> None:
+    def __init__(self, options: SpareWorkersOptions, in_charge: Callable[[], bool] = lambda: True) -> None:
         self._options = options
+        self._in_charge = in_charge
         self._asked: dict[str, tuple[float, int]] = {}
         """When each node was asked last, and how many it had then."""
         runtime_env = ray.get_runtime_context().get_runtime_env_string()
@@ -68,6 +73,8 @@ class SpareWorkers:
         """Go on until cancelled, or until it turns out that this Ray has no such calls."""
         while True:
             await asyncio.sleep(_PERIOD_S * random.uniform(0.7, 1.3))
+            if not self._in_charge():
+                continue
             try:
                 await asyncio.to_thread(self.fill)
             except NotImplementedError as error:

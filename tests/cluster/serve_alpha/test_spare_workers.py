@@ -155,6 +155,23 @@ def test_a_node_that_does_not_answer_holds_up_no_other(asked, monkeypatch) -> No
 
 
 @pytest.mark.anyio
+async def test_only_who_is_in_charge_asks(asked, monkeypatch) -> None:
+    turns = iter([False, False, True])
+
+    def in_charge() -> bool:
+        assert asked == []
+        return next(turns)
+
+    def processes(address: str) -> list[int]:
+        raise Unreachable(grpc.StatusCode.UNIMPLEMENTED)
+
+    monkeypatch.setattr(spare_workers, "spare_processes", processes)
+    monkeypatch.setattr(spare_workers, "_PERIOD_S", 0.01)
+    await asyncio.wait_for(SpareWorkers(SpareWorkersOptions(3, 0.1, 0.0), in_charge).keep(), 30)
+    assert list(turns) == []
+
+
+@pytest.mark.anyio
 async def test_a_ray_without_the_calls_is_asked_once(asked, monkeypatch) -> None:
     def processes(address: str) -> list[int]:
         raise Unreachable(grpc.StatusCode.UNIMPLEMENTED)
