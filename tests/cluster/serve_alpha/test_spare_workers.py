@@ -1,6 +1,7 @@
 """Spare processes: who has them, what they load, and that Ray gives them to new actors."""
 
 import asyncio
+import io
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 import grpc
 import pytest
 
+from hybridserve.cluster.pool import spare
 from hybridserve.cluster.serve_alpha import spare_workers
 from hybridserve.cluster.serve_alpha.spare_workers import (
     SpareWorkers,
@@ -59,6 +61,15 @@ def test_a_process_that_was_started_for_somebody_loads_nothing() -> None:
     modules = loaded(code, "01000000")
     assert "hybridserve.cluster.serve_alpha.preloaded" in modules
     assert not modules & {"torch", "ray", "hybridserve.cluster.pool.spare"}
+
+
+def test_what_cannot_be_loaded_is_said_and_the_rest_is_loaded(monkeypatch, caplog) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    spare.load(["hybridserve.no_such_room", "this"])
+    assert "this" in sys.modules
+    assert "could not load hybridserve.no_such_room" in caplog.text
 
 
 def node(name: str, alive: bool = True, **resources: float) -> dict[str, object]:
