@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from hybridserve.cluster.serve_alpha import edge
+from hybridserve.cluster.serve_alpha import edge, preloaded
 
 ProxyMode = Literal["serve", "haproxy"]
 
@@ -25,6 +25,10 @@ _EVERY_MODE = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": edge.IMPORT_PATH,
     # Ray runs its workers, HAProxy with them, at a nice value of 15, as background work that others go before
     "RAY_worker_niceness": "0",
+    # what a replica's processes need, in those that are started before there is one; see `spare_workers`. Ray
+    # itself would start as many as there are CPUs when the first driver comes
+    "RAY_preload_python_modules": preloaded.__name__,
+    "RAY_prestart_worker_first_driver": "0",
     # the proxy starts beside engines that load and compile; after 5 s Serve would kill it and start another
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
