@@ -110,6 +110,16 @@ class Server:
         [pid] = [pid for pid in self.pids() if title(pid).startswith("ray::EngineActor")]
         return pid
 
+    def interrupt(self) -> None:
+        """SIGINT, as Ctrl-C sends, and no waiting."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGINT)
+
+    def wait_for_end(self) -> int:
+        """The exit code."""
+        assert self._process is not None
+        return self._process.wait(STOP_S)
+
     def stop(self) -> None:
         """SIGINT, as Ctrl-C sends; fails when anything of it outlives that."""
         if self._process is None:
