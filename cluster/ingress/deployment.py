@@ -27,8 +27,8 @@ from hybridserve.cluster.routing.pool_spec import PoolSpec
 from hybridserve.cluster.routing.registry import pool_loads
 from hybridserve.cluster.serve_alpha.broadcast import AllReplicas
 from hybridserve.cluster.serve_alpha.exposure import warn_if_exposed
-from hybridserve.cluster.serve_alpha.ingress_router import router_config
-from hybridserve.cluster.serve_alpha.proxy_mode import check
+from hybridserve.cluster.serve_alpha.ingress_router import ingress_options
+from hybridserve.cluster.serve_alpha.proxy_mode import check, running
 from hybridserve.cluster.settings import AppSettings
 from hybridserve.replicas.models.config import load_generation_defaults
 from hybridserve.replicas.sampling_params import MAX_N
@@ -141,9 +141,9 @@ def build_ingress(settings: AppSettings, pools: dict[str, Application]) -> Appli
         max_ongoing_requests=settings.ingress_requests() + _SPARE_REQUESTS,
         graceful_shutdown_timeout_s=settings.serving.longest_answer_s,
         max_constructor_retry_count=1,
-        request_router_config=router_config(),
         max_surge_percent=_SURGE_PERCENT,
         logging_config=settings.logging.serve_config,
+        **ingress_options(running()),
     )
     return deployment.bind(settings, pools)
 

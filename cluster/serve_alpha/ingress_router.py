@@ -12,6 +12,8 @@ from collections import Counter
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from hybridserve.cluster.serve_alpha.proxy_mode import ProxyMode
+
 
 class OwnRequestsRouter(FIFOMixin, RequestRouter):
     """Made by Serve, once in each proxy."""
@@ -75,6 +77,9 @@ class OwnRequestsRouter(FIFOMixin, RequestRouter):
         self._doubtful.add(replica_id)
 
 
-def router_config() -> RequestRouterConfig:
-    """For the ingress' deployment."""
-    return RequestRouterConfig(request_router_class=f"{__name__}.{OwnRequestsRouter.__name__}")
+def ingress_options(proxy: ProxyMode) -> dict[str, object]:
+    """Options of the ingress' deployment behind that proxy; HAProxy chooses by itself, and Serve says so."""
+    if proxy == "haproxy":
+        return {}
+    name = f"{__name__}.{OwnRequestsRouter.__name__}"
+    return {"request_router_config": RequestRouterConfig(request_router_class=name)}

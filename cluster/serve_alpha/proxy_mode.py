@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from hybridserve.cluster.serve_alpha import edge
+from hybridserve.cluster.serve_alpha import edge, preloaded
 from hybridserve.cluster.serve_alpha.haproxy_launcher import MAX_CONNECTIONS
 
 ProxyMode = Literal["serve", "haproxy"]
@@ -26,6 +26,10 @@ _EVERY_MODE = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": edge.IMPORT_PATH,
     # Ray runs its workers, HAProxy with them, at a nice value of 15, as background work that others go before
     "RAY_worker_niceness": "0",
+    # what a replica's processes need, in those that are started before there is one; see `spare_workers`. Ray
+    # itself would start as many as there are CPUs when the first driver comes
+    "RAY_preload_python_modules": preloaded.__name__,
+    "RAY_prestart_worker_first_driver": "0",
     # the proxy starts beside engines that load and compile; after 5 s Serve would kill it and start another
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
@@ -112,11 +116,15 @@ def _launcher() -> Path:
     return Path(found).absolute()
 
 
+def running() -> ProxyMode:
+    """What stands before the ingress in this process' Serve."""
+    return "haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "serve"
+
+
 def check(mode: ProxyMode, ingress_requests: int) -> None:
     """Raise RuntimeError unless this process' Serve is in `mode`, and gives an ingress replica so many
     requests."""
-    running: ProxyMode = "haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "serve"
-    if mode == "haproxy" and running != mode:
+    if mode == "haproxy" and running() != mode:
         raise RuntimeError(
             "ingress.proxy is haproxy, but this Serve runs without HAProxy: use `hybridserve serve`, or set "
             "what `hybridserve proxy-env` prints where the cluster's processes start"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ray import serve
 from ray.serve import scripts
+from ray.serve.schema import ReplicaState
 
 from hybridserve.cluster.ingress.deployment import INGRESS_NAME
 from hybridserve.cluster.serve_alpha.broadcast import AllReplicas
@@ -22,6 +23,13 @@ from hybridserve.cluster.serve_file import read_application
 _ANSWER_S = 10.0
 # what was told last is on its way through the proxies
 _FLUSH_S = 0.5
+
+
+def ingress_runs(app_name: str) -> bool:
+    """Whether there is anybody to be told; not while the application starts, or when it could not."""
+    application = serve.status().applications.get(app_name)
+    deployment = None if application is None else application.deployments.get(INGRESS_NAME)
+    return deployment is not None and deployment.replica_states.get(ReplicaState.RUNNING, 0) > 0
 
 
 async def drain(app_name: str, limit_s: float) -> None:
@@ -38,7 +46,7 @@ async def drain(app_name: str, limit_s: float) -> None:
 async def end(app_name: str, limit_s: float) -> None:
     """Shut Serve down once what is in flight has ended; at once without a limit, or when cancelled."""
     try:
-        if limit_s:
+        if limit_s and ingress_runs(app_name):
             await drain(app_name, limit_s)
     finally:
         # on the loop that the handle to the ingress replicas was used on

@@ -87,6 +87,8 @@ async def haproxy(
         retries=int(variables[f"{SERVE}RETRIES"]),
         bufsize=int(variables[f"{SERVE}TUNE_BUFSIZE"]),
         nbthread=1,
+        # by connections, one that answers at once would get all
+        balance_algorithm="roundrobin",
         metrics_enabled=False,
         **{key: str(path.parent / name) for key, name in names.items()},
     )

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
 
-from hybridserve.cluster.serve_alpha.ingress_router import OwnRequestsRouter
+from hybridserve.cluster.serve_alpha.ingress_router import OwnRequestsRouter, ingress_options
 
 pytestmark = pytest.mark.anyio
 
@@ -73,3 +73,9 @@ async def test_one_that_did_not_answer_is_asked_and_not_chosen_until_it_does(rou
     router.replica_queue_len_cache.update(silent, 0)
     router._pending_requests_to_fulfill.clear()
     assert (await router.choose_replicas(replicas))[0] == [replicas[0]]
+
+
+def test_behind_haproxy_which_chooses_itself_serve_takes_no_router() -> None:
+    assert ingress_options("haproxy") == {}
+    config = ingress_options("serve")["request_router_config"]
+    assert config.get_request_router_class().__name__ == "OwnRequestsRouter"
