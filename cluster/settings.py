@@ -56,6 +56,11 @@ class AppSettings(Section):
                 return _merge_serving(self.serving, one)
         return self.serving
 
+    def ingress_requests(self) -> int:
+        """In flight, that one ingress replica may admit to all pools."""
+        limits = (spec.limits.max_concurrent_requests for spec in self.pool_specs())
+        return sum(-(-limit // self.ingress.num_replicas) for limit in limits)
+
     def pool_specs(self) -> tuple[PoolSpec, ...]:
         """The pools by length, everything resolved."""
         tp_size = self.parallel.tensor_parallel_size

@@ -93,8 +93,7 @@ def proxy_env(
     in a pod's `env`.
     """
     settings = read_settings(config)
-    longest = settings.serving.longest_answer_s
-    for name, value in environment(settings.ingress.proxy, folder, longest).items():
+    for name, value in _proxy_environment(settings, folder).items():
         typer.echo(f"export {name}={shlex.quote(value)}")
 
 
@@ -185,14 +184,19 @@ def _curl(file: ServeFile) -> str:
 @contextmanager
 def _environment(file: ServeFile) -> Iterator[dict[str, str]]:
     """For the Serve that is started here; what HAProxy keeps on disk lives as long as the context."""
-    ingress, longest = file.settings.ingress, file.settings.serving.longest_answer_s
+    ingress = file.settings.ingress
     # not where TMPDIR may lead: a socket's path must be short
     with tempfile.TemporaryDirectory(prefix="hybridserve-", dir="/tmp") as folder:
-        variables = environment(ingress.proxy, Path(folder), longest)
+        variables = _proxy_environment(file.settings, Path(folder))
         if ingress.proxy == "haproxy":
             # two servers of one machine must not ask for the same one
             variables["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"] = str(_free_port())
         yield variables
+
+
+def _proxy_environment(settings: AppSettings, folder: Path) -> dict[str, str]:
+    longest = settings.serving.longest_answer_s
+    return environment(settings.ingress.proxy, folder, longest, settings.ingress_requests())
 
 
 def _free_port() -> int:

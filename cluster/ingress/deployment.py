@@ -59,7 +59,7 @@ class Ingress:
     """
 
     async def __init__(self, settings: AppSettings, pools: dict[str, DeploymentHandle]) -> None:
-        check(settings.ingress.proxy)
+        check(settings.ingress.proxy, settings.ingress_requests())
         self._settings = settings
         self._tracer: RequestTracer | None = None
         context = serve.get_replica_context()
@@ -91,7 +91,7 @@ class Ingress:
         options = IngressOptions(
             model_name=settings.model.served_name,
             max_body_bytes=settings.ingress.max_body_bytes,
-            max_concurrent_requests=_share(settings),
+            max_concurrent_requests=settings.ingress_requests(),
             max_choices=min(MAX_N, self._router.max_choices),
             # Serve's proxy adds a header of that name itself
             name_requests=False,
@@ -138,7 +138,7 @@ def build_ingress(settings: AppSettings, pools: dict[str, Application]) -> Appli
         name=INGRESS_NAME,
         num_replicas=settings.ingress.num_replicas,
         ray_actor_options={"num_cpus": _INGRESS_CPUS},
-        max_ongoing_requests=_share(settings) + _SPARE_REQUESTS,
+        max_ongoing_requests=settings.ingress_requests() + _SPARE_REQUESTS,
         graceful_shutdown_timeout_s=settings.serving.longest_answer_s,
         max_constructor_retry_count=1,
         max_surge_percent=_SURGE_PERCENT,
@@ -161,9 +161,3 @@ def _build_tracer(settings: AppSettings, name: str) -> "RequestTracer | None":
         tracing.sampling_ratio,
         {"service.instance.id": name},
     )
-
-
-def _share(settings: AppSettings) -> int:
-    """Requests in flight that one ingress replica may admit to all pools."""
-    limits = (spec.limits.max_concurrent_requests for spec in settings.pool_specs())
-    return sum(-(-limit // settings.ingress.num_replicas) for limit in limits)

@@ -26,6 +26,12 @@ UNAVAILABLE = (
     b'"type":"server_error","param":null,"code":"ingress_failed"}}'
 )
 _ERROR_FILE = re.compile(r"^(\s*errorfile 50[234]) \S+$", re.MULTILINE)
+MAX_CONNECTIONS = "HYBRIDSERVE_HAPROXY_MAX_CONNECTIONS"
+"""The environment variable that says how many requests an ingress replica is given at once; see
+`proxy_mode`."""
+_CONNECT_TIMEOUT = re.compile(r"^[ \t]*timeout connect \S+$", re.MULTILINE)
+_QUEUE_TIMEOUT_S = 60
+_INGRESS_REPLICA = re.compile(r"^[ \t]*server SERVE_REPLICA_.*$", re.MULTILINE)
 _ADMIN_SOCKET = re.compile(r"^(\s*stats socket \S+ mode) 666\b", re.MULTILINE)
 
 
@@ -92,6 +98,19 @@ def keep_requests(config: str) -> str:
     return keeping
 
 
+def hand_on(config: str, most: int) -> str:
+    """The configuration with at most so many requests at an ingress replica; further ones wait, in order.
+
+    Raises:
+        ValueError: timeouts are not where Serve 2.60 puts them.
+    """
+    waiting, changes = _CONNECT_TIMEOUT.subn(rf"\g<0>\n    timeout queue {_QUEUE_TIMEOUT_S}s", config)
+    if changes != 1:
+        raise ValueError(f"HAProxy's configuration has {changes} timeouts for connecting, 1 is expected")
+    # there are none before Serve has replicas
+    return _INGRESS_REPLICA.sub(rf"\g<0> maxconn {most}", waiting)
+
+
 def answer_with(config: str, error_file: Path) -> str:
     """The configuration with `error_file` for requests that no ingress replica answers, not a plain 500.
 
@@ -104,10 +123,14 @@ def answer_with(config: str, error_file: Path) -> str:
     return answering
 
 
-def rewritten(config: str, error_file: Path) -> str:
-    """Serve's configuration with everything changed that is changed here."""
+def rewritten(config: str, error_file: Path, most: int | None) -> str:
+    """Serve's configuration with everything changed that is changed here.
+
+    most: as `hand_on` has it; None: any number.
+    """
     closed = pass_clients_on(close_side_doors(config))
-    return answer_with(keep_requests(accept_at_once(closed)), error_file)
+    ours = answer_with(keep_requests(accept_at_once(closed)), error_file)
+    return ours if most is None else hand_on(ours, most)
 
 
 def _title(section: str) -> str:
@@ -131,7 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # kept under its name: Serve knows its HAProxy processes by it
         error_file = path.with_name("unavailable.http")
         error_file.write_bytes(UNAVAILABLE)
-        path.write_text(rewritten(path.read_text(), error_file))
+        most = os.environ.get(MAX_CONNECTIONS)
+        path.write_text(rewritten(path.read_text(), error_file, None if most is None else int(most)))
         path.parent.chmod(0o700)
     binary = _real_binary()
     os.execv(binary, [binary, *given])

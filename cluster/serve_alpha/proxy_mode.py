@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from hybridserve.cluster.serve_alpha import edge, preloaded
+from hybridserve.cluster.serve_alpha.haproxy_launcher import MAX_CONNECTIONS
 
 ProxyMode = Literal["serve", "haproxy"]
 
@@ -37,18 +38,22 @@ _MARGIN_S = 60
 # size for every request, whatever its length: with 1 MiB, that takes it 0.2 to 0.7 ms
 _KEPT_BYTES = 256 * 1024
 _MAX_THREADS = 4
+_LEAST_SPARE = 16
 # sockets are folder/node_id/admin.sock, a node's id has 56 characters, and HAProxy appends its pid at first
 _MAX_SOCKET_PATH = 95
 _MAX_FOLDER = _MAX_SOCKET_PATH - len("/admin.sock") - 57
 
 
-def environment(mode: ProxyMode, folder: Path, longest_answer_s: float) -> dict[str, str]:
+def environment(
+    mode: ProxyMode, folder: Path, longest_answer_s: float, ingress_requests: int
+) -> dict[str, str]:
     """The variables of `mode`.
 
     Args:
         folder: where HAProxy's configuration and sockets are to be; used by "haproxy" alone. Who may enter it
             may command HAProxy.
         longest_answer_s: how long an answer may go on after its ingress replicas have changed.
+        ingress_requests: as many as one ingress replica may have in flight.
 
     Raises:
         ValueError: `folder` is relative or too long, or HAProxy's launcher is not installed.
@@ -66,6 +71,7 @@ def environment(mode: ProxyMode, folder: Path, longest_answer_s: float) -> dict[
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(_launcher()),
+        MAX_CONNECTIONS: str(_connections(ingress_requests)),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
@@ -89,6 +95,15 @@ def environment(mode: ProxyMode, folder: Path, longest_answer_s: float) -> dict[
     }
 
 
+def _connections(ingress_requests: int) -> int:
+    """That HAProxy has with one ingress replica: some more than may be in flight, for those it refuses.
+
+    All others wait in HAProxy. An ingress replica that is given a flood at once handles all of it in each
+    turn of its loop, and those that it admits wait for as many turns as they have steps.
+    """
+    return ingress_requests + max(_LEAST_SPARE, ingress_requests // 4)
+
+
 def _launcher() -> Path:
     """The launcher beside this Python, or on the PATH; absolute."""
     beside = Path(sys.executable).parent / LAUNCHER
@@ -106,10 +121,18 @@ def running() -> ProxyMode:
     return "haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "serve"
 
 
-def check(mode: ProxyMode) -> None:
-    """Raise RuntimeError unless this process' Serve is in `mode`."""
+def check(mode: ProxyMode, ingress_requests: int) -> None:
+    """Raise RuntimeError unless this process' Serve is in `mode`, and gives an ingress replica so many
+    requests."""
     if mode == "haproxy" and running() != mode:
         raise RuntimeError(
             "ingress.proxy is haproxy, but this Serve runs without HAProxy: use `hybridserve serve`, or set "
             "what `hybridserve proxy-env` prints where the cluster's processes start"
+        )
+    most = int(os.environ.get(MAX_CONNECTIONS, ingress_requests))
+    if mode == "haproxy" and most < ingress_requests:
+        raise RuntimeError(
+            f"serving.max_concurrent_requests lets an ingress replica have {ingress_requests} requests, but "
+            f"HAProxy was started to give it {most} at most; start the cluster again with what "
+            "`hybridserve proxy-env` prints now"
         )

@@ -80,12 +80,12 @@ def test_its_cloud_is_too(launcher: str) -> None:
 
 
 def test_serves_variables_are_the_same_wherever_it_is_started(launcher: str, repo_root: Path) -> None:
-    for name, value in environment("serve", Path(), 600).items():
+    for name, value in environment("serve", Path(), 600, 256).items():
         assert launcher.count(f"{name}={value}") == 2
     service = yaml.safe_load((repo_root / "configs" / "kuberay-rayservice.yaml").read_text())
     for container in containers(service):
         env = {one["name"]: one.get("value") for one in container["env"]}
-        assert environment("serve", Path(), 600).items() <= env.items()
+        assert environment("serve", Path(), 600, 256).items() <= env.items()
 
 
 def containers(service: dict) -> list[dict]:

@@ -147,7 +147,7 @@ def run_serve(
 
     with tempfile.TemporaryDirectory(prefix="hs-bench-", dir="/tmp") as folder:
         # before Ray is imported, as Serve reads them at once
-        os.environ.update({**environment(proxy, Path(folder), 5.0), **os.environ})
+        os.environ.update({**environment(proxy, Path(folder), 5.0, places), **os.environ})
         import ray
         from ray import cloudpickle, serve
 

@@ -63,7 +63,7 @@ class Backend:
 @pytest.fixture
 def variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(proxy_mode, "_launcher", lambda: Path("launcher"))
-    return proxy_mode.environment("haproxy", Path("/run/x"), 600)
+    return proxy_mode.environment("haproxy", Path("/run/x"), 600, 64)
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ async def haproxy(
     )._generate_config_file_internal()
     error_file = tmp_path / "unavailable.http"
     error_file.write_bytes(UNAVAILABLE)
-    path.write_text(rewritten(path.read_text(), error_file))
+    path.write_text(rewritten(path.read_text(), error_file, 4))
     process = subprocess.Popen([get_haproxy_binary(), "-db", "-f", str(path)], stderr=subprocess.PIPE)
     url = f"http://127.0.0.1:{port}"
     try:

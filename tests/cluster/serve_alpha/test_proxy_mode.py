@@ -11,10 +11,12 @@ from hybridserve.cluster.ingress.errors import ingress_failed
 from hybridserve.cluster.ingress.json_text import to_json
 from hybridserve.cluster.serve_alpha import haproxy_launcher, proxy_mode
 from hybridserve.cluster.serve_alpha.haproxy_launcher import (
+    MAX_CONNECTIONS,
     UNAVAILABLE,
     accept_at_once,
     answer_with,
     close_side_doors,
+    hand_on,
     keep_requests,
     pass_clients_on,
     rewritten,
@@ -46,7 +48,7 @@ def written_by_serve(tmp_path: Path) -> str:
 
 def test_serves_own_proxy_needs_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_SERVE_ENABLE_HA_PROXY", raising=False)
-    variables = proxy_mode.environment("serve", Path("anywhere"), 600)
+    variables = proxy_mode.environment("serve", Path("anywhere"), 600, 64)
     assert "RAY_SERVE_ENABLE_HA_PROXY" not in variables
     module, _, name = variables["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"].partition(":")
     middlewares = getattr(__import__(module, fromlist=[name]), name)
@@ -57,7 +59,7 @@ def test_serves_own_proxy_needs_no_folder(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_haproxy_outlasts_the_longest_answer_and_keeps_to_its_folder(launcher: Path) -> None:
-    variables = proxy_mode.environment("haproxy", Path("/run/x"), 5000)
+    variables = proxy_mode.environment("haproxy", Path("/run/x"), 5000, 64)
     assert variables["RAY_SERVE_HAPROXY_BINARY_PATH"] == str(launcher)
     for name in ("HARD_STOP_AFTER_S", "TIMEOUT_CLIENT_S"):
         assert int(variables[f"RAY_SERVE_HAPROXY_{name}"]) > 5000
@@ -69,25 +71,31 @@ def test_haproxy_outlasts_the_longest_answer_and_keeps_to_its_folder(launcher: P
 @pytest.mark.parametrize("folder", ["relative", "/" + 30 * "x"])
 def test_a_folder_that_cannot_hold_sockets_is_named(folder: str, launcher: Path) -> None:
     with pytest.raises(ValueError, match=f"folder '{folder}' must be an absolute path of at most 27 charac"):
-        proxy_mode.environment("haproxy", Path(folder), 600)
+        proxy_mode.environment("haproxy", Path(folder), 600, 64)
 
 
 def test_a_launcher_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="there is no hybridserve-haproxy beside"):
-        proxy_mode.environment("haproxy", Path("/run/x"), 600)
+        proxy_mode.environment("haproxy", Path("/run/x"), 600, 64)
 
 
 def test_a_serve_without_haproxy_is_refused_where_haproxy_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("RAY_SERVE_ENABLE_HA_PROXY", raising=False)
-    proxy_mode.check("serve")
+    proxy_mode.check("serve", 64)
     with pytest.raises(RuntimeError, match="runs without HAProxy: use `hybridserve serve`, or set what"):
-        proxy_mode.check("haproxy")
+        proxy_mode.check("haproxy", 64)
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
-    proxy_mode.check("haproxy")
+    proxy_mode.check("haproxy", 64)
+    # a configuration that is deployed to a cluster that was started for a smaller one
+    monkeypatch.setenv(MAX_CONNECTIONS, "80")
+    proxy_mode.check("haproxy", 80)
+    with pytest.raises(RuntimeError, match="have 81 requests, but HAProxy was started to give it 80 at most"):
+        proxy_mode.check("haproxy", 81)
+    proxy_mode.check("serve", 81)
 
 
 def test_what_serve_writes_has_side_doors_and_then_none(written_by_serve: str) -> None:
@@ -143,16 +151,42 @@ def test_requests_are_kept_and_failures_have_our_shape(written_by_serve: str, tm
     assert f"Content-Length: {len(body)}".encode() in head.split(b"\r\n")
 
 
+def test_an_ingress_replica_is_given_no_more_than_it_may_have_and_some(
+    written_by_serve: str, launcher: Path, tmp_path: Path
+) -> None:
+    for requests, most in ((1, "17"), (64, "80"), (1000, "1250")):
+        assert proxy_mode.environment("haproxy", Path("/run/x"), 600, requests)[MAX_CONNECTIONS] == most
+    assert MAX_CONNECTIONS not in proxy_mode.environment("serve", Path("/run/x"), 600, 64)
+    servers = (
+        "backend ours\n    server SERVE_REPLICA_a-b 127.0.0.1:30000 check observe layer4\n"
+        "    server SERVE_PROXY_ACTOR-c 127.0.0.1:8500 check backup\n"
+    )
+    given = written_by_serve + servers
+    handed = hand_on(given, 80)
+    added = [line for line in handed.splitlines() if line not in given.splitlines()]
+    assert added == [
+        "    timeout queue 60s",
+        "    server SERVE_REPLICA_a-b 127.0.0.1:30000 check observe layer4 maxconn 80",
+    ]
+    path = tmp_path / "handed.cfg"
+    path.write_text(handed)
+    checked = subprocess.run([get_haproxy_binary(), "-c", "-f", path], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+    with pytest.raises(ValueError, match="has 0 timeouts for connecting, 1 is expected"):
+        hand_on(servers, 80)
+
+
 def test_the_launcher_becomes_haproxy(written_by_serve: str, tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "node" / "haproxy.cfg"
     became: list[object] = []
     monkeypatch.setattr(haproxy_launcher.os, "execv", lambda *given: became.append(given))
     monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", "/the/launcher")
+    monkeypatch.setenv(MAX_CONNECTIONS, "80")
     haproxy_launcher.main(["-db", "-f", str(path), "-sf", "12"])
     [(binary, arguments)] = became
     assert binary.endswith("/haproxy")
     assert arguments == [binary, "-db", "-f", str(path), "-sf", "12"]
     error_file = path.parent / "unavailable.http"
-    assert path.read_text() == rewritten(written_by_serve, error_file)
+    assert path.read_text() == rewritten(written_by_serve, error_file, 80)
     assert error_file.read_bytes() == UNAVAILABLE
     assert path.parent.stat().st_mode & 0o777 == 0o700
