@@ -38,8 +38,10 @@ class Launch:
     """Keyword arguments: further arguments, constants, and options such as num_warps."""
 
     def compile(self) -> None:
-        """Compile what these arguments need, unless it is there."""
-        self.kernel.run(*self.args, grid=(1,), warmup=True, **self.options)
+        """Compile what these arguments need, unless it is there, and make it ready to be launched."""
+        compiled = self.kernel.run(*self.args, grid=(1,), warmup=True, **self.options)
+        # Triton loads a kernel, and has a C compiler make its launcher, when it is first asked for this
+        assert compiled.run is not None
 
     @property
     def variant(self) -> tuple[object, ...]:
@@ -96,6 +98,11 @@ def _without_memory(value: object) -> object:
 
 
 _recording = threading.Lock()
+
+
+def is_recording() -> bool:
+    """Whether launches are noted instead of done, so that libraries' kernels had better not run either."""
+    return _recording.locked()
 
 
 class Compilation:

@@ -5,7 +5,15 @@ from hybridserve.kernels.attention.choice import (
     FUSED_LENGTHS,
     attention_decode,
     attention_prefill,
+    build_plans,
     write_kv,
 )
 
-__all__ = ["CONTEXT_PIECES", "FUSED_LENGTHS", "attention_decode", "attention_prefill", "write_kv"]
+__all__ = [
+    "CONTEXT_PIECES",
+    "FUSED_LENGTHS",
+    "attention_decode",
+    "attention_prefill",
+    "build_plans",
+    "write_kv",
+]

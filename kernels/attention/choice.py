@@ -49,6 +49,26 @@ def takes_fused(
     )
 
 
+def build_plans(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_query_len: int,
+    max_context_len: int,
+) -> None:
+    """What `attention_prefill` would build on the first long prompts, which takes up to seconds."""
+    lengths = [length for length in FUSED_LENGTHS if takes_fused(head_dim, dtype, length, 0, None)]
+    lengths = [length for length in lengths if FUSED_FILL * length <= max_query_len]
+    if not lengths or device.type == "cpu" or not _has_fused(device):
+        return
+    from hybridserve.kernels.attention import fused
+
+    pieces = [piece for piece in CONTEXT_PIECES if piece <= max_context_len]
+    fused.build_plans(num_heads, num_kv_heads, head_dim, dtype, device, lengths, pieces)
+
+
 def write_kv(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -76,6 +96,7 @@ def attention_prefill(
     *,
     scale: float,
     window: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of S sequences' new tokens, laid end to end, to their earlier tokens and themselves.
 
@@ -83,11 +104,12 @@ def attention_prefill(
     keys, values: [N, page_size, Hkv, D]. block_tables: int64 [S, max_pages], rows of keys of each sequence.
     query_lens, context_lens: tokens of each sequence now and before.
     window: a token attends to this many tokens up to itself; None: to all.
-    Returns [T, H, D] in the dtype of q.
+    Returns [T, H, D] in the dtype of q, in `out` where it is given (dense).
     """
     tables = (keys, values, block_tables)
     if q.device.type == "cpu":
-        return cpu.attention_prefill(q, k, v, *tables, query_lens, context_lens, scale=scale, window=window)
+        made = cpu.attention_prefill(q, k, v, *tables, query_lens, context_lens, scale=scale, window=window)
+        return made if out is None else out.copy_(made)
     if not q.shape[0]:
         return torch.empty_like(q)
     from hybridserve.kernels.attention import fused, triton_prefill
@@ -100,6 +122,7 @@ def attention_prefill(
                 triton_prefill.attention_prefill(
                     q[start:end], k[start:end], v[start:end], keys, values, block_tables[first:to],
                     query_lens[first:to], context_lens[first:to], scale=scale, window=window,
+                    out=out if to - first == len(query_lens) else None,
                 )
             )  # fmt: skip
 
@@ -115,7 +138,9 @@ def attention_prefill(
             )
         begin += length
     by_triton(len(query_lens), begin)
-    return torch.cat(outs) if len(outs) != 1 else outs[0]
+    if len(outs) != 1:
+        return torch.cat(outs, out=out)
+    return outs[0] if out is None or outs[0] is out else out.copy_(outs[0])
 
 
 def attention_decode(
@@ -127,6 +152,7 @@ def attention_decode(
     *,
     scale: float,
     window: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token of each of B sequences attends to all of its sequence.
 
@@ -135,12 +161,15 @@ def attention_decode(
     seq_lens: tokens of each sequence with the new one, whose key and value are in the pages already: numbers
         on a CPU, an integer tensor [B] on the device on a GPU. 0: a padded row, which becomes zero.
     window: only the last `window` tokens are seen.
-    Returns [B, H, D] in the dtype of q.
+    Returns [B, H, D] in the dtype of q, in `out` where it is given (dense).
     """
     if q.device.type == "cpu":
         lens = tuple(seq_lens.tolist()) if isinstance(seq_lens, torch.Tensor) else seq_lens
-        return cpu.attention_decode(q, keys, values, block_tables, lens, scale=scale, window=window)
+        made = cpu.attention_decode(q, keys, values, block_tables, lens, scale=scale, window=window)
+        return made if out is None else out.copy_(made)
     from hybridserve.kernels.attention import triton_decode
 
     assert isinstance(seq_lens, torch.Tensor), "a GPU reads the lengths on the device"
-    return triton_decode.attention_decode(q, keys, values, block_tables, seq_lens, scale=scale, window=window)
+    return triton_decode.attention_decode(
+        q, keys, values, block_tables, seq_lens, scale=scale, window=window, out=out
+    )

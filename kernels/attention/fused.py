@@ -6,11 +6,14 @@ merged by their log-sums. What is left of the context goes with the new tokens t
 of how pages are handed out.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from hybridserve.kernels.attention import triton_prefill
 from hybridserve.kernels.attention.choice import CONTEXT_PIECES, fused_length
 from hybridserve.kernels.attention.triton_merge import merge_
+from hybridserve.kernels.compilation import is_recording
 
 
 def attention_prefill(
@@ -58,6 +61,28 @@ def attention_prefill(
     return merged.to(q.dtype)
 
 
+def build_plans(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    lengths: Sequence[int],
+    pieces: Sequence[int],
+) -> None:
+    """Have cuDNN's plans for these numbers of new tokens, and for pieces of context before them."""
+
+    def zeros(tokens: int, heads: int) -> torch.Tensor:
+        return torch.zeros(tokens, heads, head_dim, dtype=dtype, device=device)
+
+    for length in lengths:
+        q, new = zeros(length, num_heads), zeros(length, num_kv_heads)
+        _cudnn(q, new, new, 1.0, causal=True)
+        for piece in pieces:
+            context = zeros(piece, num_kv_heads)
+            _cudnn(q, context, context, 1.0, causal=False)
+
+
 def _pieces(context_len: int) -> tuple[list[int], int]:
     """The pieces of a context, from its start, and how many tokens are in none."""
     pieces = []
@@ -85,6 +110,9 @@ def _cudnn(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention [L, H, D] of q to k, v [n, Hkv, D], and log(sum(exp(scores))), fp32 [L, H]."""
+    if is_recording():
+        # a plan may take a second to build, which can be done while kernels compile
+        return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale

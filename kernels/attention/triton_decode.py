@@ -285,6 +285,7 @@ def attention_decode(
     *,
     scale: float,
     window: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token of each of B sequences attends to all of its sequence; can be captured in a CUDA graph.
 
@@ -293,14 +294,16 @@ def attention_decode(
     seq_lens: int32 or int64 [B] on the device, tokens of each sequence with the new one, whose key and value
         are in the pages already; 0 for a padded row, which reads no page and becomes zero.
     window: only the last `window` tokens are seen.
-    Returns [B, H, D] in the dtype of q.
+    Returns [B, H, D] in the dtype of q, in `out` if given (dense).
     """
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[2]
     group = num_heads // num_kv_heads
     assert num_heads % num_kv_heads == 0 and scale > 0
     assert q.stride(2) == keys.stride(3) == values.stride(3) == block_tables.stride(1) == 1
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
     if not num_rows:
         return out
     ieee = q.dtype == torch.float32

@@ -235,6 +235,7 @@ def attention_prefill(
     scale: float,
     window: int | None = None,
     lse: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of S sequences' new tokens, laid end to end, to their earlier tokens and themselves.
 
@@ -244,12 +245,14 @@ def attention_prefill(
     query_lens, context_lens: tokens of each sequence now and before. scale: > 0.
     window: a token attends to this many tokens up to itself; None: to all.
     lse: fp32 [T, H], receives log(sum(exp(scores))) of each row if given.
-    Returns [T, H, D] in the dtype of q. Sums in fp32; fp32 inputs are multiplied as such.
+    Returns [T, H, D] in the dtype of q, in `out` if given. Sums in fp32; fp32 inputs are multiplied as such.
     """
     assert sum(query_lens) == q.shape[0] and len(query_lens) == len(context_lens) and scale > 0
     assert q.stride(2) == keys.stride(3) == values.stride(3) == block_tables.stride(1) == 1
     num_heads, head_dim = q.shape[1:]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    assert out.shape == q.shape and out.dtype == q.dtype and out.stride(2) == 1
     block_m, block_n, warps, stages = prefill_config(head_dim, q.dtype)
     tables = varlen_tables(query_lens, block_m, q.device)
     if not tables.chunk_seqs.shape[0]:

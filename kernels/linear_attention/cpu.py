@@ -14,15 +14,22 @@ MIN_LOG_DECAY = -1000.0
 
 
 def gdn_gates(
-    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Log decay and write strength of Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464).
 
     a, b: [T, Hv], any dtype. A_log, dt_bias: [Hv].
-    Returns g = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b), both fp32 [T, Hv].
+    Returns g = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b), fp32 [2, T, Hv], in `out` if given.
     """
-    g = F.softplus(a.float() + dt_bias.float()).mul_(A_log.float().exp().neg_())
-    return g, torch.sigmoid(b.float())
+    if out is None:
+        out = torch.empty(2, *a.shape, dtype=torch.float32, device=a.device)
+    torch.mul(F.softplus(a.float() + dt_bias.float()), A_log.float().exp().neg_(), out=out[0])
+    torch.sigmoid(b.float(), out=out[1])
+    return out
 
 
 def linear_attention_prefill(

@@ -7,18 +7,23 @@ from hybridserve.kernels.linear_attention.replay import ReplayRing
 
 
 def gdn_gates(
-    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Log decay and write strength of Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464).
 
     a, b: [T, Hv], any float dtype, the last axis dense. A_log, dt_bias: [Hv].
-    Returns g = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b), both fp32 [T, Hv].
+    Returns g = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b) as one fp32 [2, T, Hv], in `out`
+    where it is given (dense).
     """
     if a.is_cuda:
         from hybridserve.kernels.linear_attention import triton_gdn_gates
 
-        return triton_gdn_gates.gdn_gates(a, b, A_log, dt_bias)
-    return cpu.gdn_gates(a, b, A_log, dt_bias)
+        return triton_gdn_gates.gdn_gates(a, b, A_log, dt_bias, out)
+    return cpu.gdn_gates(a, b, A_log, dt_bias, out)
 
 
 def linear_attention_prefill(
@@ -35,6 +40,8 @@ def linear_attention_prefill(
     scale: float | None = None,
     qk_l2norm: bool = True,
     chunk_size: int = 64,
+    any_initial_state: bool = True,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The recurrence of `linear_attention_reference` over S sequences laid end to end, chunk by chunk.
 
@@ -49,6 +56,8 @@ def linear_attention_prefill(
         of the host: a GPU gets them in one transfer that nothing waits for, once for all layers of a step.
     scale: factor on q, K ** -0.5 by default. qk_l2norm: normalise q and k over K, eps 1e-6 inside the root.
     chunk_size: a power of two, the most tokens a chunk may have; on a GPU from 16 on.
+    any_initial_state: False promises that `has_initial_state` is False throughout, which spares a launch.
+    out: dense [T, Hv, V] in the dtype of v, for the result.
     Returns [T, Hv, V] in the dtype of v. Sums are fp32; on a GPU products' operands are in the dtype of v.
     """
     args = q, k, v, g, beta, state, state_indices, has_initial_state, query_lens
@@ -56,8 +65,11 @@ def linear_attention_prefill(
     if v.is_cuda:
         from hybridserve.kernels.linear_attention import triton_prefill
 
-        return triton_prefill.linear_attention_prefill(*args, **options)
-    return cpu.linear_attention_prefill(*args, **options)
+        return triton_prefill.linear_attention_prefill(
+            *args, **options, any_initial_state=any_initial_state, out=out
+        )
+    made = cpu.linear_attention_prefill(*args, **options)
+    return made if out is None else out.copy_(made)
 
 
 def linear_attention_decode(
@@ -104,6 +116,7 @@ def gdn_decode_fused(
     num_v_heads: int,
     head_k_dim: int,
     head_v_dim: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token of each of B sequences, from the projections to what the output projection takes.
 
@@ -118,7 +131,7 @@ def gdn_decode_fused(
         rows of both, changed in place.
     positions: int64 [B], position of each token in its sequence.
     A row whose index or position is negative touches nothing, and its output is zero.
-    Returns norm(o) * silu(z), [B, Hv V] in the dtype of qkv, as
+    Returns norm(o) * silu(z), [B, Hv V] in the dtype of qkv, in `out` where it is given (dense), as
         q, k, v = silu(conv(qkv)), rounded to the dtype of qkv;  q, k normalised over K;  q scaled by K^-0.5
         g = -exp(A_log) softplus(a + dt_bias);  beta = sigmoid(b);  o as in `linear_attention_reference`
     (Yang et al. 2024, arXiv 2412.06464.) On a GPU one launch, which a CUDA graph can hold.
@@ -134,8 +147,9 @@ def gdn_decode_fused(
     if qkv.is_cuda:
         from hybridserve.kernels.linear_attention import triton_gdn_decode
 
-        return triton_gdn_decode.gdn_decode_fused(*args, **sizes)
-    return cpu_gdn.gdn_decode_fused(*args, **sizes)
+        return triton_gdn_decode.gdn_decode_fused(*args, **sizes, out=out)
+    made = cpu_gdn.gdn_decode_fused(*args, **sizes)
+    return made if out is None else out.copy_(made)
 
 
 def gdn_decode_replay(
@@ -161,6 +175,7 @@ def gdn_decode_replay(
     num_v_heads: int,
     head_k_dim: int,
     head_v_dim: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`gdn_decode_fused` from S + ring; arguments as there, but that a negative index alone tells padding,
     and
@@ -178,8 +193,9 @@ def gdn_decode_replay(
     if qkv.is_cuda:
         from hybridserve.kernels.linear_attention import triton_gdn_decode_replay
 
-        return triton_gdn_decode_replay.gdn_decode_replay(*args, **sizes)
-    return cpu_gdn.gdn_decode_replay(*args, **sizes)
+        return triton_gdn_decode_replay.gdn_decode_replay(*args, **sizes, out=out)
+    made = cpu_gdn.gdn_decode_replay(*args, **sizes)
+    return made if out is None else out.copy_(made)
 
 
 def flush_replay(

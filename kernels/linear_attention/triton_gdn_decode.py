@@ -133,13 +133,16 @@ def gdn_decode_fused(
     num_v_heads: int,
     head_k_dim: int,
     head_v_dim: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `dispatch.gdn_decode_fused`. One launch, which a CUDA graph can hold; state in fp32 or bf16."""
     step = step_arguments(
         qkv, z, a, b, conv_weight, conv_bias, conv_state, state,
         num_k_heads, num_v_heads, head_k_dim, head_v_dim,
     )  # fmt: skip
-    out = torch.empty(z.shape, dtype=qkv.dtype, device=qkv.device)
+    if out is None:
+        out = torch.empty(z.shape, dtype=qkv.dtype, device=qkv.device)
+    assert out.shape == z.shape and out.dtype == qkv.dtype and out.is_contiguous()
     if out.shape[0] == 0:
         return out
     _gdn_decode_kernel[(out.shape[0] * num_v_heads,)](

@@ -264,6 +264,7 @@ def gdn_decode_replay(
     num_v_heads: int,
     head_k_dim: int,
     head_v_dim: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `dispatch.gdn_decode_replay`. One launch, which a CUDA graph can hold."""
     step = step_arguments(
@@ -272,7 +273,9 @@ def gdn_decode_replay(
     )  # fmt: skip
     _check_ring(ring, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
     assert ring.k.dtype == qkv.dtype
-    out = torch.empty(z.shape, dtype=qkv.dtype, device=qkv.device)
+    if out is None:
+        out = torch.empty(z.shape, dtype=qkv.dtype, device=qkv.device)
+    assert out.shape == z.shape and out.dtype == qkv.dtype and out.is_contiguous()
     if out.shape[0] == 0:
         return out
     _gdn_decode_replay_kernel[(out.shape[0] * num_v_heads,)](

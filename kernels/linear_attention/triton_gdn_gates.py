@@ -39,16 +39,22 @@ def _gdn_gates_kernel(
 
 
 def gdn_gates(
-    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Log decay and write strength of Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464).
 
     a, b: [T, Hv], any float dtype, the last axis dense. A_log, dt_bias: [Hv].
-    Returns g = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b), both fp32 [T, Hv].
+    Returns g = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b), fp32 [2, T, Hv], in `out` if given.
     """
     assert a.shape == b.shape and a.stride(1) == b.stride(1) == 1
     num_tokens, heads = a.shape
-    g, beta = torch.empty(2, num_tokens, heads, dtype=torch.float32, device=a.device)
+    if out is None:
+        out = torch.empty(2, num_tokens, heads, dtype=torch.float32, device=a.device)
+    assert out.shape == (2, num_tokens, heads) and out.is_contiguous() and out.dtype == torch.float32
     block = triton.next_power_of_2(heads)
     rows = max(1, TILE // block)
     if num_tokens:
@@ -57,8 +63,7 @@ def gdn_gates(
             b,
             A_log,
             dt_bias,
-            g,
-            beta,
+            *out,
             num_tokens,
             a.stride(0),
             b.stride(0),
@@ -67,4 +72,4 @@ def gdn_gates(
             ROWS=rows,
             num_warps=4,
         )
-    return g, beta
+    return out

@@ -50,6 +50,7 @@ class _Call:
     num_v_heads: int
     scale: float
     qk_l2norm: bool
+    any_initial_state: bool
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ def linear_attention_prefill(
     scale: float | None = None,
     qk_l2norm: bool = True,
     chunk_size: int = 64,
+    any_initial_state: bool = True,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The recurrence of `linear_attention_reference` over S sequences laid end to end, chunk by chunk.
 
@@ -93,6 +96,8 @@ def linear_attention_prefill(
     query_lens: tokens of each sequence, sum T. A sequence without tokens leaves its state as it is.
     scale: factor on q, K ** -0.5 by default. qk_l2norm: normalise q and k over K, eps 1e-6 inside the root.
     chunk_size: a power of two from 16 on; the most tokens a chunk may have.
+    any_initial_state: False promises that `has_initial_state` is False throughout, which spares a launch.
+    out: dense [T, Hv, V] in the dtype of v, for the result.
     Returns [T, Hv, V] in the dtype of v. Sums are fp32, operands of products are in the dtype of v.
     """
     num_tokens, num_v_heads, v_dim = v.shape
@@ -106,7 +111,9 @@ def linear_attention_prefill(
     assert beta is None or (beta.shape == heads and beta.is_contiguous())
     assert g is None or (g.shape in (heads, (*heads, key_dim)) and g.is_contiguous())
     assert chunk_size >= 16 and chunk_size & (chunk_size - 1) == 0
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    if out is None:
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    assert out.shape == v.shape and out.dtype == v.dtype and out.is_contiguous()
     if num_tokens == 0:
         return out
     per_channel = g is not None and g.ndim == 3
@@ -114,7 +121,7 @@ def linear_attention_prefill(
     chunk = min(tiling.chunk, chunk_size)
     tables = varlen_tables(query_lens, chunk, v.device)
     scale = key_dim**-0.5 if scale is None else scale
-    call = _Call(tables, tiling, chunk, num_v_heads, scale, qk_l2norm)
+    call = _Call(tables, tiling, chunk, num_v_heads, scale, qk_l2norm, any_initial_state)
     tiles = (_channel_tiles if per_channel else _head_tiles)(q, k, g, beta, call)
     serial = _delta_scan if tiling.tma and _whole_lines(q, k, v) else _scan
     serial(tiles, v, out, state, state_indices, has_initial_state, call, beta is not None)
@@ -283,6 +290,7 @@ def _delta_scan(
     initial, initial_stride = state, state.stride(0)
     if parts > 1:
         initial_stride = num_v_heads * v_dim * key_dim
+    if parts > 1 and call.any_initial_state:
         initial = torch.empty(state_indices.shape[0], initial_stride, dtype=state.dtype, device=v.device)
         copy_states_kernel[(state_indices.shape[0] * triton.cdiv(initial_stride, 4096),)](
             state,

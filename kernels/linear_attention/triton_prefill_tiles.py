@@ -69,7 +69,8 @@ def _place(chunk, cu_seqlens, chunk_seqs, chunk_ids, C: tl.constexpr):
     return start.to(tl.int64), length, (first // C + seq + number).to(tl.int64)
 
 
-@triton.jit(do_not_specialize_on_alignment=TABLES)
+# gates of some tokens of a step may begin anywhere
+@triton.jit(do_not_specialize_on_alignment=(*TABLES, "g", "beta"))
 def head_tiles_kernel(
     q,
     k,
@@ -184,7 +185,7 @@ def _add_products(
     return qk, kk
 
 
-@triton.jit(do_not_specialize_on_alignment=TABLES)
+@triton.jit(do_not_specialize_on_alignment=(*TABLES, "beta"))
 def channel_tiles_kernel(
     q,
     k,

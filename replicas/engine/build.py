@@ -6,6 +6,7 @@ import weakref
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,8 +28,11 @@ from hybridserve.replicas.engine.startup import StartupReport
 from hybridserve.replicas.models.registry import build_model, fill_model
 from hybridserve.replicas.models.sharding import check_tp_size, shard_config
 from hybridserve.replicas.models.specs import ModelConfig
-from hybridserve.replicas.runner.runner import GraphLimits, Model, ModelRunner
+from hybridserve.replicas.runner.runner import GraphLimits, ModelRunner
 from hybridserve.replicas.runner.storage import ArenaStorage
+
+if TYPE_CHECKING:
+    from hybridserve.replicas.runner.rehearsal import RehearsedModel
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +244,7 @@ class Preparation:
 
     def __init__(
         self,
-        model: Model,
+        model: "RehearsedModel",
         model_config: ModelConfig,
         layout: ArenaLayout,
         placement: Placement,
@@ -277,6 +281,7 @@ class Preparation:
     def finish(self) -> None:
         """Wait for the kernels; run the largest steps and note what memory they take beside weights."""
         with self._report.part("kernels"):
+            self._rehearsal.build_plans()
             self._compilation.wait()
         with self._report.part("profile"):
             held = torch.cuda.memory_allocated(self._device)

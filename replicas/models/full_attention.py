@@ -33,6 +33,7 @@ class FullAttention(Layer):
         super().__init__()
         assert spec.output_gate and spec.qk_norm and spec.rotary_dim > 0, spec
         heads = mixer_heads(spec, group.rank, group.size)
+        self.spec = spec
         self.head_dim = spec.head_dim
         self.scale = spec.head_dim**-0.5
         self.qkv_proj = QKVParallelLinear(
@@ -63,14 +64,38 @@ class FullAttention(Layer):
     def mixed_width(self) -> int:
         return self.o_proj.weight.shape[1]
 
+    @property
+    def num_gates(self) -> int:
+        return 0
+
     def project_in(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x: [T, hidden_size]. Returns what `mix` takes, [T, projected_width]."""
         return self.qkv_proj(x, out)
 
     def mix(self, projected: torch.Tensor, step: StepContext, cache: KVCache) -> torch.Tensor:
-        """Tokens meet: [T, projected_width] -> [T, mixed_width]; writes the new K and V."""
-        _, gate, k, v = projected.split_with_sizes(self.qkv_proj.split_sizes, -1)
-        k, v = (part.unflatten(1, (-1, self.head_dim)) for part in (k, v))
+        """[T, projected_width] -> [T, mixed_width]; writes the new K and V."""
+        inputs = self.inputs(projected, self.prepare(projected))
+        return self.finish(self.meet(inputs, step, cache), projected)
+
+    # `mix` in its parts, of which only `meet` knows of more than one token
+
+    def prepare(self, projected: torch.Tensor, out: torch.Tensor | None = None) -> None:
+        """Nothing: norms and rotation are of one launch with the writing of pages."""
+
+    def inputs(self, projected: torch.Tensor, prepared: None) -> tuple[torch.Tensor, ...]:
+        """What `meet` takes: views."""
+        _, _, k, v = projected.split_with_sizes(self.qkv_proj.split_sizes, -1)
+        return projected, *(part.unflatten(1, (-1, self.head_dim)) for part in (k, v))
+
+    def meet(
+        self,
+        inputs: tuple[torch.Tensor, ...],
+        step: StepContext,
+        cache: KVCache,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention, before the gate: [T, mixed_width]; writes the new K and V."""
+        projected, k, v = inputs
         # decode rows read their keys from the pages
         keys = torch.empty(k.shape, dtype=k.dtype, device=k.device) if step.has_prefill else None
         q = qk_norm_rope_write(
@@ -85,8 +110,16 @@ class FullAttention(Layer):
             gated=True,
             k_out=keys,
         )
-        out = run_phases(step, KERNELS, self, (q, k if keys is None else keys, v), cache)
-        return sigmoid_and_mul(out.flatten(1), gate)
+        return run_phases(step, KERNELS, self, (q, k if keys is None else keys, v), cache, out)
+
+    def own_tensors(self, cache: KVCache) -> tuple[torch.Tensor, ...]:
+        """What of `meet` is this layer's alone; its slots begin where keys and values do."""
+        return self.q_norm.weight, self.k_norm.weight, cache.keys, cache.values
+
+    def finish(self, met: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
+        """The gate."""
+        _, gate, _, _ = projected.split_with_sizes(self.qkv_proj.split_sizes, -1)
+        return sigmoid_and_mul(met, gate)
 
     def project_out(
         self, mixed: torch.Tensor, residual: torch.Tensor, norm: Norm
@@ -97,18 +130,37 @@ class FullAttention(Layer):
 
 
 def _decode(
-    mixer: FullAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: PhaseBatch, cache: KVCache
+    mixer: FullAttention,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch: PhaseBatch,
+    cache: KVCache,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     """k and v are in the cache already."""
-    return attention_decode(
-        q, cache.keys, cache.values, batch.block_tables, batch.seq_lens, scale=mixer.scale
+    made = attention_decode(
+        q,
+        cache.keys,
+        cache.values,
+        batch.block_tables,
+        batch.seq_lens,
+        scale=mixer.scale,
+        out=out if out is None else out.view(q.shape),
     )
+    return made.flatten(1) if out is None else out
 
 
 def _prefill(
-    mixer: FullAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: PhaseBatch, cache: KVCache
+    mixer: FullAttention,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch: PhaseBatch,
+    cache: KVCache,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
-    return attention_prefill(
+    made = attention_prefill(
         q,
         k,
         v,
@@ -118,7 +170,9 @@ def _prefill(
         batch.query_lens,
         batch.context_lens,
         scale=mixer.scale,
+        out=out if out is None else out.view(q.shape),
     )
+    return made.flatten(1) if out is None else out
 
 
 KERNELS: KernelTable = {

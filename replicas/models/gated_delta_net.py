@@ -56,7 +56,7 @@ class GatedDeltaNet(Layer):
 
     With all of a head's channels on one rank, each token costs the ranks one all-reduce, in `project_out`.
     Rows of a state that lie on several ranks evolve without each other; what they share is the norm, whose
-    sums of squares are then reduced in `mix`.
+    sums of squares are then reduced in `finish`.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class GatedDeltaNet(Layer):
         super().__init__()
         heads = mixer_heads(spec, group.rank, group.size)
         channels = Cut(spec.head_v_dim, (heads.channels(spec.head_v_dim),))
+        self.spec = spec
         self.head_k_dim, self.head_v_dim = spec.head_k_dim, channels.count
         self.is_partial = heads.num_parts > 1
         if device.type == "cuda" and channels.count < GPU_MIN_CHANNELS <= spec.head_v_dim:
@@ -125,15 +126,57 @@ class GatedDeltaNet(Layer):
     def mixed_width(self) -> int:
         return self.out_proj.weight.shape[1]
 
+    @property
+    def num_gates(self) -> int:
+        """Of each of the two that a token has, which `prepare` makes."""
+        return self.heads["num_v_heads"]
+
     def project_in(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x: [T, hidden_size]. Returns what `mix` takes, [T, projected_width]."""
         return self.in_proj(x, out)
 
     def mix(self, projected: torch.Tensor, step: StepContext, cache: StateCache) -> torch.Tensor:
-        """Tokens meet: [T, projected_width] -> [T, mixed_width]; updates the sequences' states."""
-        qkv, z, b, a = projected.split_with_sizes(self.in_proj_sizes, -1)
-        mixed = run_phases(step, KERNELS, self, (qkv, z, a, b), cache)
-        return self._norm_heads(mixed, z) if self.is_partial else mixed
+        """[T, projected_width] -> [T, mixed_width]; updates the sequences' states."""
+        decodes = step.decodes
+        if decodes is not None and projected.is_cuda and not self.is_partial:
+            qkv, z, b, a = projected.split_with_sizes(self.in_proj_sizes, -1)
+            return _in_one_launch(self, qkv, z, a, b, decodes, cache, self.norm.weight)
+        inputs = self.inputs(projected, self.prepare(projected))
+        return self.finish(self.meet(inputs, step, cache), projected)
+
+    # `mix` in its parts, of which only `meet` knows of more than one token
+
+    def prepare(self, projected: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Decay and write strength, fp32 [2, T, num_gates]."""
+        *_, b, a = projected.split_with_sizes(self.in_proj_sizes, -1)
+        return gdn_gates(a, b, self.A_log, self.dt_bias, out)
+
+    def inputs(self, projected: torch.Tensor, prepared: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What `meet` takes: views."""
+        qkv, _, b, a = projected.split_with_sizes(self.in_proj_sizes, -1)
+        g, beta = prepared
+        return qkv, a, b, g, beta
+
+    def meet(
+        self,
+        inputs: tuple[torch.Tensor, ...],
+        step: StepContext,
+        cache: StateCache,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What the tokens read of the states, before norm and gate: [T, mixed_width]; updates the states."""
+        return run_phases(step, KERNELS, self, inputs, cache, out)
+
+    def own_tensors(self, cache: StateCache) -> tuple[torch.Tensor, ...]:
+        """What of `meet` is this layer's alone."""
+        ring = () if cache.replay is None else (cache.replay.k, cache.replay.u, cache.replay.g)
+        return self.conv1d.taps, self.A_log, self.dt_bias, cache.conv, cache.recurrent, *ring
+
+    def finish(self, met: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
+        """Norm and gate. Where a head's channels are on several ranks, these add up their sums of squares."""
+        _, z, _, _ = projected.split_with_sizes(self.in_proj_sizes, -1)
+        heads = (self.heads["num_v_heads"], self.head_v_dim)
+        return self.norm(met.view(-1, *heads), z.unflatten(1, heads)).flatten(1)
 
     def project_out(
         self, mixed: torch.Tensor, residual: torch.Tensor, norm: Norm
@@ -141,17 +184,6 @@ class GatedDeltaNet(Layer):
         """mixed: [T, mixed_width]; residual: [T, hidden_size]. Returns (residual + out_proj(mixed), its
         norm)."""
         return self.out_proj.forward_and_norm(mixed, residual, norm)
-
-    def normed(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """out: [T, num_v_heads, head_v_dim], z: [T, num_v_heads * head_v_dim]. Returns the shape of z.
-
-        Where the norm needs other ranks it is left to `mix`, which asks them once for all phases.
-        """
-        return out.flatten(1) if self.is_partial else self._norm_heads(out, z)
-
-    def _norm_heads(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        heads = (self.heads["num_v_heads"], self.head_v_dim)
-        return self.norm(out.view(-1, *heads), z.unflatten(1, heads)).flatten(1)
 
     def as_heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -213,22 +245,38 @@ def interleaved_cuts(spec: LinearAttentionSpec, heads: HeadShard) -> dict[str, C
 def _decode(
     mixer: GatedDeltaNet,
     qkv: torch.Tensor,
-    z: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
     batch: PhaseBatch,
     cache: StateCache,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     qkv = causal_conv1d_decode(
         qkv, mixer.conv1d.phase_weight, None, cache.conv, batch.state_indices, batch.positions
     )
-    g, beta = gdn_gates(a, b, mixer.A_log, mixer.dt_bias)
     q, k, v = mixer.as_heads(*qkv.split_with_sizes(mixer.qkv_sizes, -1))
-    out = linear_attention_decode(q, k, v, g, beta, cache.recurrent, batch.state_indices)
-    return mixer.normed(out, z)
+    return linear_attention_decode(q, k, v, g, beta, cache.recurrent, batch.state_indices).flatten(1)
 
 
-def _decode_in_one_launch(
+def _decode_from_projections(
+    mixer: GatedDeltaNet,
+    qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    batch: PhaseBatch,
+    cache: StateCache,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    # without the norm there is no gate: z is not read, and anything of its shape will do
+    z = qkv.narrow(1, 0, mixer.mixed_width)
+    return _in_one_launch(mixer, qkv, z, a, b, batch, cache, None, out)
+
+
+def _in_one_launch(
     mixer: GatedDeltaNet,
     qkv: torch.Tensor,
     z: torch.Tensor,
@@ -236,41 +284,53 @@ def _decode_in_one_launch(
     b: torch.Tensor,
     batch: PhaseBatch,
     cache: StateCache,
+    norm_weight: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    norm = mixer.norm
-    # of a norm over several ranks' channels the kernel has too few
-    weight = None if mixer.is_partial else norm.weight
-    given = (qkv, z, a, b, mixer.conv1d.taps, None, mixer.A_log, mixer.dt_bias, weight, norm.eps)
+    """A decode step with its convolution and gates; and with the norm, where it has a weight."""
+    given = (qkv, z, a, b, mixer.conv1d.taps, None, mixer.A_log, mixer.dt_bias, norm_weight, mixer.norm.eps)
     states = (cache.conv, cache.recurrent)
     rows = (batch.state_indices, batch.positions)
     if batch.replay is not None:
         assert cache.replay is not None
         ring = (batch.replay.counts, batch.replay.flushes)
-        return gdn_decode_replay(*given, *states, cache.replay, *rows, *ring, **mixer.heads)
-    return gdn_decode_fused(*given, *states, *rows, **mixer.heads)
+        return gdn_decode_replay(*given, *states, cache.replay, *rows, *ring, **mixer.heads, out=out)
+    return gdn_decode_fused(*given, *states, *rows, **mixer.heads, out=out)
 
 
 def _prefill(
     mixer: GatedDeltaNet,
     qkv: torch.Tensor,
-    z: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
     batch: PhaseBatch,
     cache: StateCache,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     history = (batch.state_indices, batch.has_initial_state, batch.query_lens)
     channels = causal_conv1d_prefill_split(
         qkv, mixer.conv1d.taps, None, cache.conv, *history, batch.context_lens, mixer.qkv_sizes
     )
     q, k, v = mixer.as_heads(*channels)
-    g, beta = gdn_gates(a, b, mixer.A_log, mixer.dt_bias)
-    return mixer.normed(linear_attention_prefill(q, k, v, g, beta, cache.recurrent, *history), z)
+    made = linear_attention_prefill(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        cache.recurrent,
+        *history,
+        any_initial_state=any(batch.context_lens),
+        out=out if out is None else out.view(v.shape),
+    )
+    return made.flatten(1) if out is None else out
 
 
 KERNELS: KernelTable = {
     (Phase.DECODE, "cpu"): _decode,
-    (Phase.DECODE, "cuda"): _decode_in_one_launch,
+    (Phase.DECODE, "cuda"): _decode_from_projections,
     (Phase.PREFILL, "cpu"): _prefill,
     (Phase.PREFILL, "cuda"): _prefill,
 }

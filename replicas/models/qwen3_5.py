@@ -5,7 +5,8 @@ like the architecture; what a mixer computes is in its own file, how weights are
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -180,6 +181,16 @@ class Qwen3_5ForCausalLM(Layer):
         `vocabulary` draws from the shards' parts, or gathers them.
         """
         return self.lm_head(hidden, out)
+
+    @contextmanager
+    def shortened(self, layers: Sequence[int]) -> Iterator[None]:
+        """Inside, the model has only these of its layers, in this order; `caches` then have their entries."""
+        every = self.model.layers
+        self.model.layers = nn.ModuleList(every[layer] for layer in layers)
+        try:
+            yield
+        finally:
+            self.model.layers = every
 
     @property
     def vocabulary(self) -> VocabularyShard:

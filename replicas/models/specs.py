@@ -98,6 +98,14 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.mixers)
 
+    @property
+    def distinct_layers(self) -> tuple[int, ...]:
+        """The first layer of each kind: all others launch what one of these launches."""
+        kinds: dict[object, int] = {}
+        for layer, mixer in enumerate(self.mixers):
+            kinds.setdefault((mixer, self.moe_of(layer)), layer)
+        return tuple(kinds.values())
+
     def moe_of(self, layer: int) -> MoESpec | None:
         """The experts of one layer; None where its MLP is dense."""
         return None if self.moe is None or layer in self.moe.dense_layers else self.moe

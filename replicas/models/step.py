@@ -55,6 +55,11 @@ class StepContext:
     def has_prefill(self) -> bool:
         return self.phases[-1].phase is Phase.PREFILL
 
+    @property
+    def decodes(self) -> PhaseBatch | None:
+        """The step, where it has decode rows alone."""
+        return None if self.has_prefill else self.phases[0]
+
 
 def split_phases(batch: StepBatch) -> tuple[PhaseBatch, ...]:
     """The step's decode rows and its prefill chunks, leaving out whichever there are none of."""
@@ -93,7 +98,8 @@ def _cut(batch: StepBatch, phase: Phase, sequences: slice, tokens: slice) -> Pha
 
 
 MixerKernel = Callable[..., torch.Tensor]
-"""(mixer, its flat inputs …, PhaseBatch, LayerCache) -> [tokens of the phase, …]"""
+"""(mixer, its flat inputs …, PhaseBatch, LayerCache, out) -> [tokens of the phase, …]: `out` itself, where it
+could write to one."""
 
 KernelTable = Mapping[tuple[Phase, str], MixerKernel]
 """Which function computes a phase on which type of device."""
@@ -105,15 +111,23 @@ def run_phases(
     mixer: torch.nn.Module,
     inputs: tuple[torch.Tensor, ...],
     cache: LayerCache,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute each phase with its kernel and return all tokens' results, [T, …]. `inputs` are [T, …] each."""
+    """Compute each phase with its kernel and return all tokens' results, [T, …], in `out` where it is given.
+    `inputs` are [T, …] each."""
     device = inputs[0].device.type
     if len(step.phases) == 1:
         (phase,) = step.phases
-        return kernels[phase.phase, device](mixer, *inputs, phase, cache)
-    return torch.cat(
-        [
-            kernels[phase.phase, device](mixer, *(x[phase.tokens] for x in inputs), phase, cache)
-            for phase in step.phases
-        ]
-    )
+        made = kernels[phase.phase, device](mixer, *inputs, phase, cache, out)
+        return made if out is None or made is out else out.copy_(made)
+    parts = [out if out is None else out[phase.tokens] for phase in step.phases]
+    made_parts = [
+        kernels[phase.phase, device](mixer, *(x[phase.tokens] for x in inputs), phase, cache, part)
+        for phase, part in zip(step.phases, parts, strict=True)
+    ]
+    if out is None:
+        return torch.cat(made_parts)
+    for part, made in zip(parts, made_parts, strict=True):
+        if made is not part:
+            part.copy_(made)
+    return out

@@ -1,19 +1,22 @@
 """Steps on made-up sequences before the first real one: which kernels there will be, and how much memory.
 
-Owns a small arena of its own while it lasts. What its sequences hold means nothing, and nobody reads it.
+Owns a small arena of its own while it lasts. What its sequences hold means nothing, and nobody reads it. Of
+layers of a kind the first stands for all: the others would launch the same, in memory that is free again.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
-from hybridserve.kernels.attention import CONTEXT_PIECES, FUSED_LENGTHS
+from hybridserve.kernels.attention import CONTEXT_PIECES, FUSED_LENGTHS, build_plans
 from hybridserve.kernels.compilation import Launch, recorded_launches
 from hybridserve.replicas.arena.arena import Arena, Copies
 from hybridserve.replicas.arena.layout import ArenaLayout
 from hybridserve.replicas.engine.plan import SampleSpec, ScheduledSequence, StepPlan
-from hybridserve.replicas.models.specs import LinearAttentionSpec, ModelConfig
+from hybridserve.replicas.models.specs import FullAttentionSpec, LinearAttentionSpec, ModelConfig
 from hybridserve.replicas.runner.runner import GraphLimits, Model, ModelRunner
 from hybridserve.replicas.runner.storage import ArenaStorage
 from hybridserve.replicas.sampling_params import SamplingParams
@@ -44,6 +47,11 @@ def sequence_counts(config: ModelConfig, device: torch.device, max_num_seqs: int
     return tuple(sorted(count for count in counts if count <= max_num_seqs))
 
 
+class RehearsedModel(Model, Protocol):
+    def shortened(self, layers: Sequence[int]) -> AbstractContextManager[None]:
+        """Inside, the model has only these of its layers."""
+
+
 @dataclass
 class _Sequence:
     units: list[int] = field(default_factory=list)
@@ -55,7 +63,7 @@ class Rehearsal:
 
     def __init__(
         self,
-        model: Model,
+        model: RehearsedModel,
         config: ModelConfig,
         layout: ArenaLayout,
         dtype: torch.dtype,
@@ -77,26 +85,36 @@ class Rehearsal:
         longest = layout.pages_for(self._chunk + self._contexts[-1])
         pages = longest + self._counts[-1] * layout.pages_for(SHORT)
         self._arena = Arena(layout, layout.extents_for(self._counts[-1] + 1, pages))
-        storage = ArenaStorage(layout, self._arena.num_extents, config.mixers, dtype, device)
+        self._model, self._layers = model, config.distinct_layers
+        self._mixers = [config.mixers[layer] for layer in self._layers]
+        self._dtype, self._device, self._max_model_len = dtype, device, max_model_len
+        storage = ArenaStorage(layout, self._arena.num_extents, self._mixers, dtype, device)
         self._runner = ModelRunner(model, storage, device, max_num_seqs=max(max_num_seqs, 2))
         self._storage = storage
 
     @torch.inference_mode()
     def launches(self) -> list[Launch]:
         """The kernels of every kind of step that there is, none of which runs."""
-        with recorded_launches() as found:
+        with self._model.shortened(self._layers), recorded_launches() as found:
             for plan in self._plans():
                 self._runner.submit(plan)
             for graphs in self._runner.make_graphs(self._limits):
                 graphs.rehearse()
         return found
 
+    def build_plans(self) -> None:
+        """What libraries have to prepare for these steps; needs no kernel of ours."""
+        for mixer in {m for m in self._mixers if isinstance(m, FullAttentionSpec)}:
+            heads = (mixer.total_num_heads, mixer.total_num_kv_heads, mixer.head_dim)
+            build_plans(*heads, self._dtype, self._device, self._chunk, self._max_model_len)
+
     def run(self) -> None:
         """The largest prefills, done; among them each that builds a plan outside of Triton."""
         sizes = {self._chunk, *(length for length in FUSED_LENGTHS if length < self._chunk)}
-        for size in sorted(sizes):
-            for context_len in self._contexts:
-                self._runner.submit(self._plan([(size, context_len)])).result()
+        with self._model.shortened(self._layers):
+            for size in sorted(sizes):
+                for context_len in self._contexts:
+                    self._runner.submit(self._plan([(size, context_len)])).result()
 
     def _plans(self) -> list[StepPlan]:
         lone = [(self._chunk, context_len) for context_len in self._contexts]

@@ -8,11 +8,11 @@ Starts `hybridserve serve` on a free port, and beside it the same engine (built 
 from the same settings, so with the same threads and waiting) in a process of its own, without HTTP or Ray. A
 sample asks first one and then the other for the same new prompt, after the same pause; medians are compared.
 The client keeps one connection, and its clock runs from the request to the first event with text. The
-engine's clock runs from the request to the end of the step that made the first token. Prompts go as text, so
-that HTTP pays for tokenising. The many clients are streams in processes of their own that begin at once, as
-the engine's requests do, with prompts of random ids; both clocks run to the last token. Both engines share
-the device, one of them idle, so on a GPU the config's `cache_memory` must leave room for two. Run it on an
-otherwise idle machine.
+engine's clock runs from the request to the end of the step that made the first token. Prompts go to both as
+text, as to the offline API, so both pay for tokenising. The many clients are streams in processes of their
+own that begin at once, as the engine's requests do, with prompts of random ids; both clocks run to the last
+token. Both engines share the device, one of them idle, so on a GPU the config's `cache_memory` must leave
+room for two. Run it on an otherwise idle machine.
 
 Every row is printed, and the JSON file written anew, as soon as it is measured.
 """
@@ -56,8 +56,9 @@ PAUSE_S = 0.1
 Row = dict[str, float]
 
 
-def engine_process(config: EngineConfig, pipe: Connection) -> None:
+def engine_process(config: EngineConfig, tokenizer_path: str, pipe: Connection) -> None:
     """Answer prompts that come at once with seconds to the first token of any, and of all later steps."""
+    tokenizer = Tokenizer.load(tokenizer_path)
     engine = CheckpointEngine(config)().engine
     pipe.send("ready")
     while (ask := pipe.recv()) is not None:
@@ -65,7 +66,8 @@ def engine_process(config: EngineConfig, pipe: Connection) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         began = time.perf_counter()
         for index, prompt in enumerate(prompts):
-            engine.add_request(f"bench-{index}", prompt, params)
+            token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            engine.add_request(f"bench-{index}", token_ids, params)
         while not engine.step():
             continue
         first = time.perf_counter()
@@ -75,10 +77,10 @@ def engine_process(config: EngineConfig, pipe: Connection) -> None:
 
 
 @contextmanager
-def running_engine(config: EngineConfig) -> Iterator[Connection]:
+def running_engine(config: EngineConfig, tokenizer_path: str) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=engine_process, args=(config, theirs), daemon=True)
+    process = context.Process(target=engine_process, args=(config, tokenizer_path, theirs), daemon=True)
     process.start()
     assert ours.recv() == "ready"
     try:
@@ -126,13 +128,12 @@ class Prompts:
         self._ids = [one for one in range(tokenizer.vocab_size) if not tokenizer.is_special(one)]
         self._random = random.Random(0)
 
-    def make(self, num_tokens: int) -> tuple[str, list[int]]:
-        """A text and its token ids, cut at `num_tokens` (cut again where the text's end merges anew)."""
+    def make(self, num_tokens: int) -> str:
+        """A text of `num_tokens`, or one or two fewer where its end merges anew."""
         # a line has several tokens whatever the vocabulary
         count = min(len(self._lines), 8 + num_tokens // 3)
         lines = self._random.sample(self._lines, count)
-        text = self.tokenizer.decode(self.tokenizer.encode("".join(lines))[:num_tokens])
-        return text, self.tokenizer.encode(text)
+        return self.tokenizer.decode(self.tokenizer.encode("".join(lines))[:num_tokens])
 
     def make_ids(self, num_tokens: int) -> list[int]:
         """Exactly so many ordinary tokens, at random."""
@@ -144,7 +145,9 @@ def one_connection() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120))
 
 
-def ask_engine(engine: Connection, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[float, float]:
+def ask_engine(
+    engine: Connection, prompts: Sequence[str | list[int]], max_tokens: int
+) -> tuple[float, float]:
     """Seconds to the first token of any prompt, and of all later steps."""
     engine.send((prompts, max_tokens))
     return engine.recv()
@@ -156,9 +159,9 @@ async def measure_first_token(
     offline, online = [], []
     async with one_connection() as http:
         for sample in range(samples + 3):
-            text, token_ids = prompts.make(num_tokens)
+            text = prompts.make(num_tokens)
             await asyncio.sleep(PAUSE_S)
-            alone, _ = ask_engine(engine, [token_ids], 1)
+            alone, _ = ask_engine(engine, [text], 1)
             await asyncio.sleep(PAUSE_S)
             arrivals = await client.stream(http, text, 1)
             # the first few warm caches and connections
@@ -176,8 +179,8 @@ async def measure_one_client(
     alone, single = [], []
     async with one_connection() as http:
         for _ in range(rounds):
-            text, token_ids = prompts.make(48)
-            _, seconds = ask_engine(engine, [token_ids], new_tokens)
+            text = prompts.make(48)
+            _, seconds = ask_engine(engine, [text], new_tokens)
             alone.append(seconds / (new_tokens - 1) * 1e3)
             arrivals = await client.stream(http, text, new_tokens)
             # an event may hold no text of its own or several tokens': time counts, not events
@@ -319,7 +322,8 @@ def main() -> None:
         # the server comes first: what it takes to be ready is measured on a machine at rest
         with running_server(config, port, file.url) as ready_s:
             report.add("seconds from `serve` to ready", {"http": ready_s})
-            with running_engine(file.settings.engine_config(device_of(file))) as engine:
+            config = file.settings.engine_config(device_of(file))
+            with running_engine(config, file.settings.model.tokenizer_path) as engine:
                 asyncio.run(measure_all(file, engine, args, report))
     report.show()
 

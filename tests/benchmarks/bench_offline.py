@@ -114,7 +114,7 @@ def main() -> int:
         f"profile of a decode step of {batch}": lambda s, n=batch: profile_decode(s, n, sizes.tpot_prompt)
         for batch in sizes.profile_batches
     }
-    profiles["profile of a prefill"] = lambda s: profile_prefill(s, sizes.ttft[1])
+    profiles["profile of a prefill"] = lambda s: profile_prefill(s, sizes.profile_prompt)
     profiles[f"profile of {sizes.profile_steps} mixed steps"] = lambda s: profile_mixed(s, sizes)
     names = ["start", *(row.name for row in table), "peak memory", *profiles]
     if not any(map(wanted.search, names)):

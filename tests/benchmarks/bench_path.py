@@ -32,6 +32,7 @@ FOLDER = Path(__file__).parent / "path"
 MODES = ("bare", "serve/handle", "serve/bus", "haproxy/bus")
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 CORES = 2
+MANY_PLACES = 1024
 # by the titles that Ray gives its processes
 ROLES = (
     ("ray::ServeReplica:bench:ingress", "ingress"),
@@ -125,24 +126,47 @@ def milliseconds(client: Child, **job: object) -> float:
     return json.loads(client.line())["ms"]
 
 
-def measure(mode: str, args: argparse.Namespace) -> dict[str, object]:
-    """One round of one mode."""
+@contextmanager
+def server_and_client(mode: str, replicas: int, places: int) -> Iterator[tuple[Child, Child]]:
+    """Both running, and warm."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    with running("server.py", mode, port, str(args.replicas)) as server:
+    with running("server.py", mode, port, str(replicas), str(places)) as server:
         while server.line() != "ready\n":
             continue
         with running("client.py", port) as client:
             milliseconds(client, job="alone", requests=20)
-            # beside its engine in one process, the bare application's rate would be that of a lock
-            counts = [] if mode == "bare" else args.streams
-            found = {f"{n} streams": measure_rate(client, server, n, args.seconds) for n in counts}
-            # cancelled streams take a moment to be gone
-            time.sleep(1.0)
-            starts = [milliseconds(client, job="first_token", streams=64) for _ in range(args.starts)]
-            alone = milliseconds(client, job="alone", requests=args.requests)
+            yield server, client
+
+
+def measure(mode: str, args: argparse.Namespace) -> dict[str, object]:
+    """One round of one mode."""
+    with server_and_client(mode, args.replicas, MANY_PLACES) as (server, client):
+        # beside its engine in one process, the bare application's rate would be that of a lock
+        counts = [] if mode == "bare" else args.streams
+        found = {f"{n} streams": measure_rate(client, server, n, args.seconds) for n in counts}
+        # cancelled streams take a moment to be gone
+        time.sleep(1.0)
+        starts = [milliseconds(client, job="first_token", streams=64) for _ in range(args.starts)]
+        alone = milliseconds(client, job="alone", requests=args.requests)
     return {**found, "ms to first token, 64 at once": statistics.median(starts), "ms alone": alone}
+
+
+def measure_flood(mode: str, args: argparse.Namespace) -> list[dict[str, float]]:
+    """As many as there are places at once, then ten times as many, in turn."""
+    found = []
+    with server_and_client(mode, args.replicas, args.flood) as (_, client):
+        for _ in range(args.starts):
+            alone = milliseconds(client, job="first_token", streams=args.flood // 2)
+            time.sleep(1.0)
+            ask(client, job="flood", streams=10 * args.flood)
+            found.append(
+                {"as many as half the places: ms to first token": alone, **json.loads(client.line())}
+            )
+            time.sleep(1.0)
+            print(f"{mode}: " + ", ".join(f"{name} {value:.0f}" for name, value in found[-1].items()))
+    return found
 
 
 def medians(rounds: list[object]) -> object:
@@ -172,6 +196,15 @@ def show(results: dict[str, dict[str, object]], streams: list[int], heading: str
     Console(width=120).print(table)
 
 
+def show_flood(mode: str, floods: list[dict[str, float]]) -> None:
+    table = Table(title=f"{mode}, medians of {len(floods)}, load average {os.getloadavg()[0]:.1f}")
+    table.add_column("")
+    table.add_column("", justify="right")
+    for name in floods[0]:
+        table.add_row(name, f"{statistics.median(one[name] for one in floods):,.0f}")
+    Console(width=120).print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
@@ -181,8 +214,13 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=5, help="times that 64 streams begin at once")
     parser.add_argument("--requests", type=int, default=200, help="of one client alone")
     parser.add_argument("--replicas", type=int, default=1, help="ingress replicas")
+    parser.add_argument("--flood", type=int, metavar="PLACES", help="only floods of ten times as many")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.flood:
+        for mode in args.modes:
+            show_flood(mode, measure_flood(mode, args))
+        return
     rounds: dict[str, list[object]] = defaultdict(list)
     for _ in range(args.rounds):
         for mode in args.modes:

@@ -52,6 +52,7 @@ def check_prefill(
     for s, n in enumerate(lens):
         write_kv(k[s], v[s], paged.key_slots, paged.value_slots, paged.slots(s, 0, n))
     new_k, new_v = (torch.cat([x[c:] for x, c in zip(xs, context_lens, strict=True)]) for xs in (k, v))
+    room = torch.full((sum(query_lens), heads, dim), float("nan"))
     out = attention_prefill(
         torch.cat(q),
         new_k,
@@ -63,7 +64,9 @@ def check_prefill(
         context_lens,
         scale=0.3,
         window=window,
+        out=room,
     )
+    assert out is room
     exact, plain = (
         torch.cat(
             [

@@ -8,6 +8,7 @@ import torch
 from hybridserve.replicas.engine.build import build_engine
 from hybridserve.replicas.engine.config import EngineConfig
 from hybridserve.replicas.runner.batching import Batcher
+from hybridserve.replicas.runner.piece_graphs import PieceGraphs
 from hybridserve.replicas.runner.sampling import SampleArrays
 from hybridserve.replicas.sampling_params import SamplingParams
 
@@ -116,6 +117,37 @@ def test_a_graph_gives_the_bits_of_the_same_step_without_one(demo_model):
         for page in sequence.block_table:
             own[page * layout.page.slab_bytes :][: layout.page.nbytes] = True
     assert own[changed].all()
+
+
+def test_launches_said_again_give_the_bits_of_each_layers_own(demo_model, monkeypatch):
+    """Of chunks that begin and that go on, with decode rows before them and without."""
+    engine = build(demo_model, "cuda", "bfloat16", max_num_batched_tokens=256)
+    runner = engine._executor
+    pieces, buffer, seen = runner._pieces, runner._storage.buffer, set()
+    forward = pieces.forward
+
+    def both_ways(batch, caches):
+        before = buffer.clone()
+        with monkeypatch.context() as each:
+            each.setattr(PieceGraphs, "_recorded", lambda self, *args: self._meet(*args))
+            own = forward(batch, caches).clone()
+        after = buffer.clone()
+        buffer.copy_(before)
+        again = forward(batch, caches)
+        assert torch.equal(again, own)
+        assert torch.equal(buffer, after)
+        chunks = batch.context_lens[batch.num_decodes :]
+        seen.add((batch.num_decodes > 0, any(chunks), len(chunks) > 1))
+        return again
+
+    pieces.forward = both_ways
+    for at, length in enumerate((70, 5, 600, 33, 1, 40, 500)):
+        engine.add_request(f"r{at}", list(range(1, 1 + length)), greedy())
+        engine.step()
+    while engine.has_unfinished():
+        engine.step()
+    assert {rows for rows, _, _ in seen} == {known for _, known, _ in seen} == {True, False}
+    assert any(several for _, _, several in seen)
 
 
 def test_nothing_is_compiled_after_the_start(demo_model):

@@ -26,7 +26,9 @@ class Sizes:
     """How large the workloads are; the defaults are what the goals are for."""
 
     warm_up: int = 1024
-    ttft: tuple[int, ...] = (1024, 8192, 32768, 131072)
+    first: tuple[int, ...] = (1024, 8192, 32768)
+    """Prompts that a start is not over before."""
+    ttft: tuple[int, ...] = (100, 512, 1024, 8192, 32768, 131072)
     ttft_runs: int = 3
     tpot_batches: tuple[int, ...] = (1, 8, 32, 128, 256)
     tpot_prompt: int = 512
@@ -41,11 +43,14 @@ class Sizes:
     mixed_outputs: tuple[int, int] = (64, 256)
     capacity: int = 8192
     temperature_batches: tuple[int, ...] = (32, 256)
+    chunks: tuple[int, ...] = (64, 256)
+    """Tokens of a prompt that comes with each step of the streams."""
     streams: int = 32
     stream_steps: int = 200
     arriving_prompt: int = 16384
     arrivals: int = 10
     arrival_interval_s: float = 1.0
+    profile_prompt: int = 8192
     profile_batches: tuple[int, ...] = (32, 128, 256)
     profile_steps: int = 8
     """Of mixed load."""
@@ -53,6 +58,7 @@ class Sizes:
 
 QUICK = Sizes(
     warm_up=32,
+    first=(32, 128),
     ttft=(32, 128),
     ttft_runs=2,
     tpot_batches=(1, 4),
@@ -66,11 +72,13 @@ QUICK = Sizes(
     mixed_outputs=(2, 6),
     capacity=256,
     temperature_batches=(4,),
+    chunks=(5,),
     streams=3,
     stream_steps=6,
     arriving_prompt=200,
     arrivals=2,
     arrival_interval_s=0.1,
+    profile_prompt=128,
     profile_batches=(3,),
     profile_steps=2,
 )
@@ -113,6 +121,8 @@ def rows(sizes: Sizes, rounds: int, fill: bool) -> Iterator[Row]:
     yield Row(f"capacity {sizes.capacity}", lambda s: capacity(s, sizes.capacity, fill))
     for batch in sizes.temperature_batches:
         yield Row(f"temperature {batch}", lambda s, n=batch: temperature(s, n, sizes, min(rounds, 3)))
+    for length in sizes.chunks:
+        yield Row(f"step of {sizes.streams} and {length}", lambda s, n=length: step_with_chunk(s, n, sizes))
     yield Row("inter-token p99", lambda s: inter_token(s, sizes))
 
 
@@ -242,6 +252,25 @@ def temperature(s: Session, batch: int, sizes: Sizes, rounds: int) -> Measured:
     return Measured(median["drawn"] / median["greedy"], "x greedy", ratios, notes=notes)
 
 
+def step_with_chunk(s: Session, length: int, sizes: Sizes) -> Measured:
+    """A step of decode rows and a prompt of `length` tokens, which comes and goes with it."""
+    streams = [s.add(s.prompt(sizes.tpot_prompt), greedy(NO_END)) for _ in range(sizes.streams)]
+    s.run_until_started(streams)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for step in range(2 * sizes.stream_steps):
+        # the first half without, and as much to warm up
+        chunk = step >= sizes.stream_steps
+        if chunk:
+            s.add(s.prompt(length), greedy(1))
+        began = time.perf_counter()
+        s.step()
+        times[chunk].append((time.perf_counter() - began) * 1e3)
+    s.clear()
+    alone, together = (values[len(values) // 4 :] for values in times.values())
+    notes = {"the rows alone, ms": statistics.median(alone)}
+    return Measured(statistics.median(together), "ms", notes=notes)
+
+
 def inter_token(s: Session, sizes: Sizes) -> Measured:
     """p99 of the gaps between a stream's tokens while long prompts arrive, one an interval.
 
@@ -307,7 +336,7 @@ def start(s: Session, imports: float, ready: float) -> Measured:
 
 def first_lengths(s: Session, sizes: Sizes, ready: float) -> Measured:
     """The same and the first prompts of three lengths, before any other request."""
-    lengths = [length for length in sizes.ttft[:3] if length < s.engine.max_model_len]
+    lengths = [length for length in sizes.first if length < s.engine.max_model_len]
     firsts = {f"first {n}, s": s.generate([s.prompt(n)], greedy(1)) for n in lengths}
     return Measured(ready + sum(firsts.values()), "s", notes=firsts)
 

@@ -91,7 +91,7 @@ class Session:
         self.engine.step()
 
     def clear(self) -> None:
-        """Abort whatever a row that failed has left."""
+        """Abort all that is left."""
         self.abort(list(self.engine._requests))
 
     def step_times(self, count: int) -> list[float]:

@@ -21,13 +21,15 @@ _MANY_TOKENS = 900_000
 class Stream:
     """One streamed completion on a connection of its own."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, refusable: bool) -> None:
+        self._refusable = refusable
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.tokens = 0
         self.events = 0
         self.answered = False
         self.first: float | None = None
+        self.refused: float | None = None
 
     def ask(self) -> None:
         self.socket.sendall(request({"max_tokens": _MANY_TOKENS, "stream": True}))
@@ -39,7 +41,12 @@ class Stream:
         if not size:
             raise ConnectionError(f"a stream ended after {self.tokens} tokens")
         tokens = _BUFFER.count(TOKEN, 0, size)
+        if self.refused is not None:
+            return
         if not self.answered:
+            if self._refusable and _BUFFER.startswith(b"HTTP/1.1 429"):
+                self.refused = time.perf_counter()
+                return
             self.answered = _BUFFER.startswith(b"HTTP/1.1 200")
             if not self.answered:
                 raise ConnectionError(bytes(_BUFFER[:size]).decode(errors="replace"))
@@ -58,9 +65,9 @@ def request(fields: dict[str, object]) -> bytes:
 class Streams:
     """Many of them, begun at once."""
 
-    def __init__(self, port: int, count: int) -> None:
+    def __init__(self, port: int, count: int, refusable: bool = False) -> None:
         self._selector = selectors.DefaultSelector()
-        self.all = [Stream(port) for _ in range(count)]
+        self.all = [Stream(port, refusable) for _ in range(count)]
         for stream in self.all:
             self._selector.register(stream.socket, selectors.EVENT_READ, stream)
 
@@ -81,7 +88,8 @@ class Streams:
             self.read_once()
 
     def read_until_all_began(self) -> None:
-        while any(stream.first is None for stream in self.all):
+        """Or were refused."""
+        while any(stream.first is None and stream.refused is None for stream in self.all):
             self.read_once()
 
     def counts(self) -> tuple[int, int]:
@@ -119,6 +127,26 @@ def first_token(port: int, streams: int) -> dict[str, float]:
         return {"ms": statistics.median(stream.first - began for stream in running.all) * 1e3}
 
 
+def flood(port: int, streams: int) -> dict[str, float]:
+    """More at once than there is room for: milliseconds to the first token of those that are admitted, and
+    to a refusal."""
+    with Streams(port, streams, refusable=True) as running:
+        began = time.perf_counter()
+        for stream in running.all:
+            stream.ask()
+        running.read_until_all_began()
+        firsts = [(one.first - began) * 1e3 for one in running.all if one.first is not None]
+        refusals = [(one.refused - began) * 1e3 for one in running.all if one.refused is not None]
+        return {
+            "admitted": len(firsts),
+            "ms to first token": statistics.median(firsts),
+            "slowest first token, ms": max(firsts),
+            "refused": len(refusals),
+            "ms to refusal": statistics.median(refusals),
+            "slowest refusal, ms": max(refusals),
+        }
+
+
 def alone(port: int, requests: int) -> dict[str, float]:
     """Median milliseconds of a request for one token, by one client on one connection."""
     ask = request({"max_tokens": 1})
@@ -136,7 +164,7 @@ def alone(port: int, requests: int) -> dict[str, float]:
     return {"ms": statistics.median(times[requests // 10 :]) * 1e3}
 
 
-JOBS = {"rate": rate, "first_token": first_token, "alone": alone}
+JOBS = {"rate": rate, "first_token": first_token, "alone": alone, "flood": flood}
 
 
 def main() -> None:

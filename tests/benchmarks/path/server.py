@@ -1,9 +1,9 @@
 """A server with a fake engine, in one of the modes that are compared; ends when its standard input does.
 
-    python tests/benchmarks/path/server.py MODE PORT INGRESS_REPLICAS
+    python tests/benchmarks/path/server.py MODE PORT INGRESS_REPLICAS PLACES
 
-Prints one line when it is ready. "bare" is the same ASGI application under uvicorn with the engine in the
-same process: no Serve, no bus.
+PLACES: requests at once, more are refused. Prints one line when it is ready. "bare" is the same ASGI
+application under uvicorn with the engine in the same process: no Serve, no bus.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ TOKEN_TEXT = "~"
 """Of every token; a character that nothing else in an event has."""
 
 
-def settings(transport: str, proxy: str, replicas: int) -> AppSettings:
+def settings(transport: str, proxy: str, replicas: int, places: int) -> AppSettings:
     serving = {
         "device": "cpu",
-        "max_concurrent_requests": MAX_SEQUENCES,
+        "max_concurrent_requests": places,
         "token_budget": 2**40,
         "queue_deadline_s": 600,
         "token_transport": transport,
@@ -138,7 +138,9 @@ def wait_for_end(then: Callable[[], None]) -> None:
     then()
 
 
-def run_serve(port: int, factory: FakeFactory, transport: str, proxy: str, replicas: int) -> None:
+def run_serve(
+    port: int, factory: FakeFactory, transport: str, proxy: str, replicas: int, places: int
+) -> None:
     import os
 
     from hybridserve.cluster.serve_alpha.proxy_mode import environment
@@ -156,7 +158,7 @@ def run_serve(port: int, factory: FakeFactory, transport: str, proxy: str, repli
         cloudpickle.register_pickle_by_value(sys.modules[FakeFactory.__module__])
         ray.init(num_cpus=8, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        app = settings(transport, proxy, replicas)
+        app = settings(transport, proxy, replicas, places)
         [spec] = app.pool_specs()
         pool = serve.deployment(
             PoolReplica,
@@ -174,14 +176,14 @@ def run_serve(port: int, factory: FakeFactory, transport: str, proxy: str, repli
 
 
 def main() -> None:
-    mode, port, replicas = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    mode, port, replicas, places = sys.argv[1], *map(int, sys.argv[2:5])
     [token_id] = Tokenizer.load(str(ROOT / "configs/demo-model")).encode(TOKEN_TEXT)
     factory = FakeFactory(STEP_S, token_id)
     if mode == "bare":
         run_bare(port, factory)
     else:
         proxy, transport = mode.split("/")
-        run_serve(port, factory, transport, proxy, replicas)
+        run_serve(port, factory, transport, proxy, replicas, places)
 
 
 if __name__ == "__main__":

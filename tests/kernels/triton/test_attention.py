@@ -15,6 +15,7 @@ from hybridserve.kernels.attention.triton_decode import attention_decode
 from hybridserve.kernels.attention.triton_merge import merge_
 from hybridserve.kernels.attention.triton_prefill import attention_prefill
 from hybridserve.kernels.attention.triton_write import write_kv
+from hybridserve.kernels.compilation import recorded_launches
 from hybridserve.kernels.testing import assert_as_good_as_plain, poisoned_memory
 
 PAGE = 16
@@ -134,6 +135,44 @@ def prefill(q: Sequence[torch.Tensor], paged: Paged, context_lens: Sequence[int]
         return attention_prefill(
             torch.cat(list(q)), new_k, new_v, *tables, query_lens, tuple(context_lens), **options
         )
+
+
+def test_cudnns_plans_wait_for_a_recording_s_end_and_can_be_built_beforehand(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+):
+    q, k = (torch.ones(5, heads, 64, device=device, dtype=DTYPE) for heads in (4, 2))
+    with recorded_launches() as noted:
+        out, lse = fused._cudnn(q, k, k, 0.1, causal=True)
+    assert noted == [] and out.shape == q.shape and lse.shape == (5, 4) and lse.dtype == torch.float32
+    asked = []
+    monkeypatch.setattr(choice, "_has_fused", lambda device: True)
+    monkeypatch.setattr(
+        fused, "_cudnn", lambda q, k, v, scale, causal: asked.append((len(q), len(k), causal))
+    )
+    where = torch.bfloat16, torch.device("meta")
+    choice.build_plans(4, 2, 128, *where, 8192, 10_000)
+    assert asked == [(4096, 4096, True), (4096, 8192, False), (8192, 8192, True), (8192, 8192, False)]
+    asked.clear()
+    choice.build_plans(4, 2, 128, *where, 3000, 10_000)
+    choice.build_plans(4, 2, 96, *where, 8192, 10_000)
+    choice.build_plans(4, 2, 128, torch.bfloat16, torch.device("cpu"), 8192, 10_000)
+    assert asked == []
+
+
+@needs_gpu
+def test_cudnn_builds_its_plans(device: torch.device):
+    choice.build_plans(16, 4, 256, torch.bfloat16, device, 8192, 40_000)
+
+
+def test_prefill_into_given_memory(device: torch.device):
+    paged, context_lens = make_pages((40, 21), 1, 64, DTYPE, device), (20, 4)
+    q = [torch.randn(n, 2, 64, device=device, dtype=DTYPE) for n in (20, 17)]
+    out = prefill(q, paged, context_lens, scale=0.125)
+    room = torch.full((50, 2, 64), float("nan"), device=device, dtype=DTYPE)
+    assert prefill(q, paged, context_lens, scale=0.125, out=room[3:40]).data_ptr() == room[3].data_ptr()
+    assert torch.equal(room[3:40], out) and room[:3].isnan().all() and room[40:].isnan().all()
+    with pytest.raises(AssertionError):
+        prefill(q, paged, context_lens, scale=0.125, out=room)
 
 
 def check_prefill(
@@ -412,6 +451,9 @@ def test_the_fastest_prefill_is_as_right(heads, dim: int, new: int, context: int
         at += n
     ours = attention_prefill(q, k, v, *tables, query_lens, context_lens, scale=0.06)
     torch.testing.assert_close(out, ours, atol=2e-2, rtol=2e-2)
+    room = torch.full_like(out, float("nan"))
+    assert choice.attention_prefill(q, k, v, *tables, query_lens, context_lens, scale=0.06, out=room) is room
+    assert torch.equal(room, out)
 
 
 @needs_gpu

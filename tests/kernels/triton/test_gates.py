@@ -86,11 +86,24 @@ def test_rows_are_bitwise_their_own_in_any_batch(device):
     assert torch.equal(triton_gates.silu_and_mul(x[order]), out[order])
     assert torch.equal(triton_gates.silu_and_mul(x[5:6]), out[5:6])
     a, b, A_log = x[:, :32], x[:, 32:64], x[0, 64:]
-    gates = torch.stack(triton_gdn_gates.gdn_gates(a, b, A_log, A_log))
+    gates = triton_gdn_gates.gdn_gates(a, b, A_log, A_log)
     for rows in (order, slice(5, 6)):
-        assert torch.equal(
-            torch.stack(triton_gdn_gates.gdn_gates(a[rows], b[rows], A_log, A_log)), gates[:, rows]
-        )
+        assert torch.equal(triton_gdn_gates.gdn_gates(a[rows], b[rows], A_log, A_log), gates[:, rows])
+
+
+def test_gdn_gates_into_given_memory(device):
+    a, b = torch.randn(2, 37, 6, device=device)
+    per_head = torch.randn(6, device=device)
+    room = torch.full((2, 40, 6), float("nan"), device=device)
+    expected = triton_gdn_gates.gdn_gates(a, b, per_head, per_head)
+    out = torch.full_like(expected, float("nan"))
+    assert triton_gdn_gates.gdn_gates(a, b, per_head, per_head, out) is out and torch.equal(out, expected)
+    plain = torch.full_like(expected, float("nan"))
+    assert linear_cpu.gdn_gates(a, b, per_head, per_head, plain) is plain
+    torch.testing.assert_close(plain, expected, rtol=1e-5, atol=1e-6)
+    for wrong in (room[:, :37], out[:1], out.double()):
+        with pytest.raises(AssertionError):
+            triton_gdn_gates.gdn_gates(a, b, per_head, per_head, wrong)
 
 
 def test_no_recompile_whatever_the_lengths(gpu, count_variants):

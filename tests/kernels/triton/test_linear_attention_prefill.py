@@ -297,6 +297,25 @@ def test_a_negative_row_is_not_touched(device):
     assert torch.equal(state[0], before[0]) and not torch.equal(state[1], before[1])
 
 
+@pytest.mark.parametrize("lens", [(130,), (70, 65)])
+def test_without_initial_states_none_are_copied_and_outputs_go_where_they_are_to(lens, device):
+    """Few sequences, for whom several programs share a head: these read copies of the states."""
+    dims = (2, 4, 128, 128) if CUDA else (1, 2, 64, 64)
+    inputs = make_inputs(sum(lens), dims, device, torch.bfloat16)
+    known = [False] * len(lens)
+    out, states = run(inputs, lens, None, known)
+    room = torch.full((sum(lens) + 9, *dims[1:2], dims[3]), float("nan"), device=device, dtype=torch.bfloat16)
+    given, again = run(inputs, lens, None, known, any_initial_state=False, out=room[5 : 5 + sum(lens)])
+    assert given.data_ptr() == room[5].data_ptr()
+    assert torch.equal(given, out) and torch.equal(again, states)
+    assert room[:5].isnan().all() and room[5 + sum(lens) :].isnan().all()
+    state = torch.zeros(len(lens), *states.shape[1:], device=device)
+    index, fresh = torch.arange(len(lens), device=device), torch.tensor(known, device=device)
+    for wrong in (room, room[: sum(lens)].float(), room[::2][: sum(lens)]):
+        with pytest.raises(AssertionError):
+            prefill.linear_attention_prefill(*inputs.fields(), state, index, fresh, lens, out=wrong)
+
+
 @pytest.mark.parametrize("decay", ["head", "channel"])
 def test_gates_and_states_that_would_be_read_wrongly_are_refused(decay, device):
     inputs = make_inputs(5, (1, 2, 32, 32), device, DTYPES[0], decay)

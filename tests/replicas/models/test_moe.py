@@ -192,6 +192,10 @@ def test_specs(kit, tmp_path) -> None:
     assert config.moe == MoESpec(8, 3, 24, False, False, (0,)) and config.intermediate_size == 48
     assert config.moe_of(0) is None and config.moe_of(1) == config.moe
     assert config.mixers[0].interleaved
+    # dense, with experts, and with full attention where there is some
+    kinds = [(config.mixers[i], config.moe_of(i)) for i in range(config.num_layers)]
+    assert config.distinct_layers[:2] == (0, 1)
+    assert [kinds[i] for i in config.distinct_layers] == list(dict.fromkeys(kinds))
 
 
 @pytest.mark.parametrize(

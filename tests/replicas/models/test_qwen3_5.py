@@ -129,3 +129,22 @@ def test_greedy_continuation_equals_transformers(kit, demo_path, demo_reference)
     clear = best[:, 0] - best[:, 1] > 1e-3
     assert clear.sum() > 32
     assert torch.equal(theirs.argmax(-1)[clear], torch.tensor(tokens[20:])[clear])
+
+
+def test_a_shortened_model_is_one_of_fewer_layers(kit, demo_path) -> None:
+    """And is whole again behind the block, however that ends."""
+    loaded = kit.load(demo_path)
+    model, config = loaded.model, loaded.caches.config
+    names = list(dict(model.named_parameters()))
+    first, second = config.distinct_layers
+    assert config.mixers[first] != config.mixers[second] and first == 0
+    every = list(model.model.layers)
+    with pytest.raises(RuntimeError, match="out"), model.shortened(config.distinct_layers):
+        assert list(model.model.layers) == [every[first], every[second]]
+        raise RuntimeError("out")
+    assert list(model.model.layers) == every
+    assert list(dict(model.named_parameters())) == names
+    tokens = kit.random_tokens(20, 8192)
+    with model.shortened(range(config.num_layers)):
+        whole = loaded.run([(0, tokens, 0)])
+    kit.assert_close(loaded.run([(0, tokens, 0)]), whole)

@@ -37,7 +37,8 @@ def answers(parts, *, overlaps=False, pieces=False, sampling=None):
     if pieces:
         graphs = PieceGraphs(model.model, torch.float32, CPU, 300, plain_repeat)
         with torch.inference_mode():
-            graphs._mixed.fill_(float("nan"))
+            for memory in (graphs._projected, graphs._gates, graphs._met):
+                memory.fill_(float("nan"))
             graphs.capture()
         inner = graphs.forward
 
