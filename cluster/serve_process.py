@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
+_PROGRAM = "hybridserve.cluster.serve_alpha.serve_run"
 # `serve run` sleeps on after an application has failed for good: its words are all there is to go by
 _FAILED = re.compile(r"Failed to update the deployments|Deploying app .* failed|Failed to deploy app")
 _ERROR = re.compile(r"\b(?:[\w.]+\.)?\w+(?:Error|Exception): (?P<message>\S.*)")
@@ -23,22 +24,28 @@ _SETTLE_S = 1.5
 
 
 class ServeProcess:
-    """Runs `serve run CONFIG` by this same Python, from `with` to its end.
+    """Runs `serve_run` of the YAML by this same Python, from `with` to its end.
 
     Inside the `with`, SIGINT, SIGTERM and SIGHUP (a terminal that closes) to this process are the child's
-    SIGINT, upon which Serve shuts down.
+    SIGINT, upon which it ends what is in flight and shuts Serve down; a second one makes it do so at once.
 
     Args:
         config: the YAML.
+        drain_s: how long answers in progress may go on.
         output: is called with each line of the child's output, on a thread of its own.
         environment: for Serve, where this process' own does not say otherwise. Serve reads it when its
             processes start, so a cluster that runs already keeps what it has.
     """
 
     def __init__(
-        self, config: Path, output: Callable[[str], None], environment: Mapping[str, str] | None = None
+        self,
+        config: Path,
+        output: Callable[[str], None],
+        environment: Mapping[str, str] | None = None,
+        drain_s: float = 0.0,
     ) -> None:
         self._config = config
+        self._drain_s = drain_s
         self._output = output
         self._environment = dict(environment or {})
         self._last_error = ""
@@ -53,7 +60,7 @@ class ServeProcess:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._handlers[number] = signal.signal(number, self._forward)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ray.serve.scripts", "run", str(self._config)],
+            [sys.executable, "-m", _PROGRAM, str(self._config), "--drain-s", str(self._drain_s)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

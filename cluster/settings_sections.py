@@ -121,10 +121,15 @@ class ServingSettings(Section):
     """How long a request whose replica failed may wait for another one; 0: the failure is told at once."""
     resume: bool = True
     """An answer that has begun goes on at another replica; otherwise its client is told of the failure."""
+    spare_processes: bool | Literal["auto"] = "auto"
+    """Keep processes for one more replica ready on each node that could hold one; "auto": on GPUs."""
 
     max_surge_percent: Annotated[int, Field(ge=0, le=100, strict=True)] = 25
     """Of a pool's replicas, rounded up: how many more an update may start, so that old ones stop only when
     new ones are ready. 0: old ones stop first, for pools that fill all the GPUs there are."""
+
+    def keeps_spares(self, device: Literal["cpu", "cuda"]) -> bool:
+        return device == "cuda" if self.spare_processes == "auto" else self.spare_processes
 
     @property
     def retry(self) -> RetryPolicy:

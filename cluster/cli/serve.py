@@ -48,6 +48,10 @@ def serve(
     port: Annotated[
         int | None, typer.Option(help="HTTP port, instead of the YAML's.", min=1, max=65535)
     ] = None,
+    drain_s: Annotated[
+        float,
+        typer.Option(help="Seconds that answers in progress may go on when the server is stopped.", min=0),
+    ] = 10.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="As `plan`: show what it takes, start nothing.")
     ] = False,
@@ -66,7 +70,7 @@ def serve(
     with (
         written as path,
         _environment(file) as environment,
-        ServeProcess(path, typer.echo, environment) as child,
+        ServeProcess(path, typer.echo, environment, drain_s) as child,
     ):
         failure = _wait_until_ready(child, file.url)
         if failure is None and child.exit_code is None:

@@ -91,7 +91,7 @@ def _add_limits(api: FastAPI, service: Service, access: Access) -> None:
         paths=frozenset(GENERATION_PATHS),
         max_requests=options.max_concurrent_requests,
         retry_after=options.retry_after,
-        metrics=service.metrics,
+        in_flight=service.in_flight,
         report=service.report,
         full=lambda priority: service.pool.full(priority),
     )

@@ -27,7 +27,8 @@ from hybridserve.cluster.routing.pool_spec import PoolSpec
 from hybridserve.cluster.routing.registry import pool_loads
 from hybridserve.cluster.serve_alpha.broadcast import AllReplicas
 from hybridserve.cluster.serve_alpha.exposure import warn_if_exposed
-from hybridserve.cluster.serve_alpha.proxy_mode import check
+from hybridserve.cluster.serve_alpha.ingress_router import ingress_options
+from hybridserve.cluster.serve_alpha.proxy_mode import check, running
 from hybridserve.cluster.settings import AppSettings
 from hybridserve.replicas.models.config import load_generation_defaults
 from hybridserve.replicas.sampling_params import MAX_N
@@ -117,6 +118,13 @@ class Ingress:
         """Called by other ingress replicas, when one of them is asked for all metrics."""
         return self._api.state.service.metrics.snapshot()
 
+    async def stop(self, limit_s: float) -> int:
+        """Called by who is about to shut Serve down: ends what is in flight, at the limit with an error.
+
+        Returns how many requests were cut off.
+        """
+        return await self._api.state.service.in_flight.stop(limit_s)
+
     async def _other_ingresses(self) -> list[Snapshot]:
         if self._settings.ingress.num_replicas == 1:
             return []
@@ -135,6 +143,7 @@ def build_ingress(settings: AppSettings, pools: dict[str, Application]) -> Appli
         max_constructor_retry_count=1,
         max_surge_percent=_SURGE_PERCENT,
         logging_config=settings.logging.serve_config,
+        **ingress_options(running()),
     )
     return deployment.bind(settings, pools)
 

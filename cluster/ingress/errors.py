@@ -17,6 +17,9 @@ from hybridserve.cluster.routing.admission import RejectReason
 
 REJECT_REASON_HEADER = "x-hybridserve-reject-reason"
 
+# a guess: no server is back sooner, and one that is replaced may never be
+_RESTART_S = "10"
+
 logger = logging.getLogger(__name__)
 
 _brief = reprlib.Repr()
@@ -80,6 +83,18 @@ def overloaded(message: str, retry_after: str, reason: RejectReason) -> ApiError
     """A 429 that says when to come back, in whole seconds, and for programs why."""
     headers = {"Retry-After": retry_after, REJECT_REASON_HEADER: reason}
     return ApiError(429, message, code="overloaded", headers=headers)
+
+
+def ingress_failed() -> ApiError:
+    """A 503 by what stands before the ingress replicas: none of them answered, or the one that did ended."""
+    message = "the ingress replica that had the request ended; the request may be sent again"
+    return ApiError(503, message, code="ingress_failed", headers={"Retry-After": "1"})
+
+
+def server_stopping() -> ApiError:
+    """A 503 for a request that comes, or has not ended, when the server stops."""
+    message = "the server is stopping; the request may be sent again, to another server or when it is back"
+    return ApiError(503, message, code="server_stopping", headers={"Retry-After": _RESTART_S})
 
 
 def from_bounds(error: ValueError, aliases: Mapping[str, str] | None = None) -> ApiError:

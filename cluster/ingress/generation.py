@@ -17,7 +17,7 @@ from hybridserve.cluster.ingress.errors import AnswerFailed, ApiError
 from hybridserve.cluster.ingress.metrics import AnswerClock
 from hybridserve.cluster.ingress.prompts import TokenizedPrompt
 from hybridserve.cluster.ingress.service import Service
-from hybridserve.cluster.observe.trail import current_request_id
+from hybridserve.cluster.observe.trail import current_request, current_request_id
 from hybridserve.cluster.pool.interface import GenerationRequest, PoolError
 from hybridserve.cluster.routing.admission import Priority
 from hybridserve.cluster.routing.cost import cost_of
@@ -132,6 +132,7 @@ def run(service: Service, job: Job) -> AsyncGenerator[Piece, None]:
         PoolBusy: from the call itself, there is no room for the client's key.
     """
     check_answer_size([len(prompt.token_ids) for prompt in job.prompts], job.params)
+    current_request().answer_id = job.request_id
     current_record().admit(job.request_id, service.options.model_name, job.prompt_tokens, job.expected_tokens)
     return _interleave([_answer(service, job, index) for index in range(len(job.prompts) * job.n)])
 

@@ -10,8 +10,8 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hybridserve.cluster.ingress.errors import ApiError, error_response, overloaded
-from hybridserve.cluster.ingress.metrics import IngressMetrics
+from hybridserve.cluster.ingress.errors import ApiError, error_response, overloaded, server_stopping
+from hybridserve.cluster.ingress.in_flight import InFlight
 from hybridserve.cluster.ingress.priority import read_priority
 from hybridserve.cluster.pool.interface import PoolBusy
 from hybridserve.cluster.routing.admission import Priority
@@ -81,7 +81,7 @@ def _path(scope: Scope) -> str:
 
 
 class Admission:
-    """Lets so many generation requests in, and answers 429 to the rest.
+    """Lets so many generation requests in, and answers 429 to the rest; 503 to all when the server stops.
 
     A place is held until the response has ended, however it ends.
     """
@@ -92,7 +92,7 @@ class Admission:
         paths: frozenset[str],
         max_requests: int,
         retry_after: str,
-        metrics: IngressMetrics,
+        in_flight: InFlight,
         report: Report,
         full: Full,
     ) -> None:
@@ -105,9 +105,8 @@ class Admission:
         self._paths = paths
         self._max_requests = max_requests
         self._retry_after = retry_after
-        self._metrics = metrics
+        self._in_flight = in_flight
         self._report = report
-        self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or _path(scope) not in self._paths:
@@ -117,20 +116,14 @@ class Admission:
         if refusal is not None:
             await error_response(self._report(refusal))(scope, receive, send)
             return
-        self._move(1)
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._move(-1)
-
-    def _move(self, by: int) -> None:
-        self._in_flight += by
-        self._metrics.in_flight.set(self._in_flight)
+        await self._in_flight.serve(self._app, scope, receive, send, self._report)
 
     def _refusal(self, scope: Scope) -> Exception | None:
-        if self._in_flight >= self._max_requests:
+        if self._in_flight.stopping:
+            return server_stopping()
+        if len(self._in_flight) >= self._max_requests:
             return self._overloaded()
-        if self._in_flight == 0:
+        if not len(self._in_flight):
             return None
         try:
             return self._full(read_priority(Request(scope)))
@@ -139,7 +132,7 @@ class Admission:
 
     def _overloaded(self) -> ApiError:
         return overloaded(
-            f"{self._in_flight} requests are in progress, which is all this server takes "
+            f"{len(self._in_flight)} requests are in progress, which is all this server takes "
             f"(max_concurrent_requests {self._max_requests}); try again in {self._retry_after} s",
             self._retry_after,
             "concurrent_requests",

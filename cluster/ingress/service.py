@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from hybridserve.cluster.ingress.errors import ApiError, brief, translate
 from hybridserve.cluster.ingress.exposition import Snapshot
+from hybridserve.cluster.ingress.in_flight import InFlight
 from hybridserve.cluster.ingress.metrics import IngressMetrics
 from hybridserve.cluster.ingress.options import IngressOptions
 from hybridserve.cluster.ingress.params import GenerationDefaults
@@ -50,6 +51,7 @@ class Service:
         self.defaults = GenerationDefaults(generation_defaults)
         self.prompts = PromptReader(tokenizer, options.inline_encode_characters)
         self.metrics = IngressMetrics(pool, observers.ingress)
+        self.in_flight = InFlight(self.metrics.in_flight.set)
         self.tracer = observers.tracer
         self.other_ingresses = observers.other_ingresses
         self._info: EngineInfo | None = None

@@ -45,7 +45,9 @@ class Status:
         return _json({"status": "alive"})
 
     async def ready(self, request: Request) -> Response:
-        """200 once the engine has answered a prompt, else 503 with the reason."""
+        """200 once the engine has answered a prompt, else, or when it stops, 503 with the reason."""
+        if self._service.in_flight.stopping:
+            return _json({"status": "not ready", "reason": "the server is stopping"}, status=503)
         try:
             reason = None if await self._service.pool.ready() else "the engine has not answered a prompt yet"
         except PoolError as error:

@@ -55,6 +55,8 @@ class RequestTrail:
     status: int = 0
     """0 when the client left before there was one."""
     streamed: bool = False
+    answer_id: str | None = None
+    """As its chunks have it; None before there is an answer."""
     answers: list[AnswerTrail] = field(default_factory=list)
     phases: list[tuple[str, float, float]] = field(default_factory=list)
     """(name, begin, end) of what this process did before the answers."""

@@ -200,8 +200,16 @@ class HandlePoolClient:
         try:
             async with asyncio.timeout(_QUICK_CALL_S):
                 return await self._handle.info.remote()
+        except TimeoutError:
+            raise PoolError(self._why_nobody_answered()) from None
         except _CALL_ERRORS as error:
             raise PoolError(f"no replica of the pool answers: {_first_line(error)}") from error
+
+    def _why_nobody_answered(self) -> str:
+        known = len(self._loads.replicas())
+        if not known:
+            return f"no replica of the pool is up yet; {_QUICK_CALL_S:g} s were waited for one"
+        return f"none of the pool's {known} replicas answered within {_QUICK_CALL_S:g} s"
 
     async def _answer_golden_prompt(self) -> bool:
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)

@@ -16,6 +16,7 @@ from hybridserve.cluster.routing.pool_spec import PoolSpec
 from hybridserve.cluster.serve_alpha.autoscaling import replica_options
 from hybridserve.cluster.serve_alpha.placement import REPLICA_CPUS, plan_placement
 from hybridserve.cluster.serve_alpha.request_router import router_config
+from hybridserve.cluster.serve_alpha.spare_workers import SpareWorkersOptions
 from hybridserve.cluster.settings import ONLY_POOL, AppSettings
 
 _HEALTH_CHECK_PERIOD_S = 1.0
@@ -36,6 +37,8 @@ def build_pool(
     serving = settings.serving_of(spec.name)
     placement = plan_placement(spec.tensor_parallel_size, device)
     max_requests = serving.max_concurrent_requests + _SPARE_REQUESTS
+    # the replica's own process, and one for each shard
+    spares = SpareWorkersOptions(1 + spec.tensor_parallel_size, placement.cpus, placement.gpus)
     options = EngineActorOptions(
         max_concurrent_requests=max_requests,
         startup_timeout_s=serving.startup_timeout_s,
@@ -47,6 +50,7 @@ def build_pool(
         pool=spec.name,
         logs=settings.logging.options,
         bus_tls=settings.access.bus_tls,
+        spares=spares if serving.keeps_spares(device) else None,
     )
     deployment = serve.deployment(
         PoolReplica,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from ray.actor import ActorHandle
 
-from hybridserve.cluster.garbage import collect_rarely
+from hybridserve.cluster.garbage import collect_rarely, collecting_nothing
 from hybridserve.cluster.pool.engine_loop import BuiltEngine
 from hybridserve.cluster.pool.process import threads_wait_asleep
 from hybridserve.cluster.pool.shard_processes import ShardProcesses
@@ -26,7 +26,8 @@ class CheckpointEngine:
 
     def __call__(self) -> BuiltEngine:
         threads_wait_asleep()
-        from hybridserve.replicas.engine.build import build_engine, resolve_placement
+        with collecting_nothing():
+            from hybridserve.replicas.engine.build import build_engine, resolve_placement
 
         config = self.config
         if config.num_threads is None:

@@ -22,6 +22,7 @@ from hybridserve.cluster.pool.replica_actors import EngineActorOptions, ReplicaA
 from hybridserve.cluster.pool.shard_processes import first_line
 from hybridserve.cluster.routing.load import ReplicaLoad
 from hybridserve.cluster.scaling.policy import ARENA_USE, OUTSTANDING_TOKENS, QUEUE_AGE_S
+from hybridserve.cluster.serve_alpha.spare_workers import SpareWorkers
 from hybridserve.replicas.engine.plan import EngineOutput
 
 # a process that is stopped, or whose machine is gone, is noticed by this; a dead one at once
@@ -56,6 +57,8 @@ class PoolReplica:
         self._engine = self._actors.engine
         self._info = await self._wait_for_start(options.startup_timeout_s)
         self._tasks = [asyncio.create_task(self._wait_for_death()), asyncio.create_task(self._end())]
+        if options.spares is not None:
+            self._tasks.append(asyncio.create_task(SpareWorkers(options.spares, _is_first).keep()))
         log_event(logger, logging.INFO, "engine_up", "the engine is up", **asdict(self._info))
 
     async def generate(self, request: GenerationRequest, reply_to: ReplyTo) -> GenerationReply:
@@ -201,3 +204,8 @@ def leave() -> None:
 def _replica_name() -> str:
     """As Serve's request router knows this replica."""
     return serve.get_replica_context().replica_id.unique_id
+
+
+def _is_first() -> bool:
+    """Whether this is the first of its pool's replicas, of which Serve makes another one when it ends."""
+    return serve.get_replica_context().rank.rank == 0

@@ -21,6 +21,7 @@ from hybridserve.cluster.pool.engine_actor import EngineActor
 from hybridserve.cluster.pool.engine_loop import BuiltEngine, EngineFactory
 from hybridserve.cluster.pool.shard_actor import ShardActor
 from hybridserve.cluster.pool.shard_processes import first_line
+from hybridserve.cluster.serve_alpha.spare_workers import SpareWorkersOptions
 
 # calls that may wait beside the admitted requests: cancels, loads, pings, the watch for the actor's death
 _SPARE_CALLS = 100
@@ -46,6 +47,8 @@ class EngineActorOptions:
     logs: LogOptions = LogOptions()
     bus_tls: BusTls | None = None
     """Certificates for the token bus; None: in the clear."""
+    spares: SpareWorkersOptions | None = None
+    """Processes to keep ready for the next replica; None: none."""
 
 
 class ShardedFactory(Protocol):

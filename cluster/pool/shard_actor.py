@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from hybridserve.cluster.garbage import collecting_nothing
 from hybridserve.cluster.observe.logs import LogOptions, set_up_logging
 from hybridserve.cluster.pool.process import threads_wait_asleep
 
@@ -59,7 +60,8 @@ class ShardActor:
 
 
 def _load() -> None:
-    from hybridserve.replicas.engine import rank  # noqa: F401
+    with collecting_nothing():
+        from hybridserve.replicas.engine import rank  # noqa: F401
 
 
 def _run(start: "RankStart") -> str | None:

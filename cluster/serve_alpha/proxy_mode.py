@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from hybridserve.cluster.serve_alpha import edge
+from hybridserve.cluster.serve_alpha import edge, preloaded
 
 ProxyMode = Literal["serve", "haproxy"]
 
@@ -25,10 +25,17 @@ _EVERY_MODE = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": edge.IMPORT_PATH,
     # Ray runs its workers, HAProxy with them, at a nice value of 15, as background work that others go before
     "RAY_worker_niceness": "0",
+    # what a replica's processes need, in those that are started before there is one; see `spare_workers`. Ray
+    # itself would start as many as there are CPUs when the first driver comes
+    "RAY_preload_python_modules": preloaded.__name__,
+    "RAY_prestart_worker_first_driver": "0",
     # the proxy starts beside engines that load and compile; after 5 s Serve would kill it and start another
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 _MARGIN_S = 60
+# of a request, kept until it is answered; larger ones are not sent again. HAProxy copies a buffer of this
+# size for every request, whatever its length: with 1 MiB, that takes it 0.2 to 0.7 ms
+_KEPT_BYTES = 256 * 1024
 _MAX_THREADS = 4
 # sockets are folder/node_id/admin.sock, a node's id has 56 characters, and HAProxy appends its pid at first
 _MAX_SOCKET_PATH = 95
@@ -72,6 +79,11 @@ def environment(mode: ProxyMode, folder: Path, longest_answer_s: float) -> dict[
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(max(3600, patience)),
         # what is left of a HAProxy whose replicas have changed: by default it cuts its streams after 120 s
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(patience),
+        # an ingress replica that ends without a byte of an answer: its engines drop what it asked for, so the
+        # request may be sent again. Not for ever, should it be the request that ends them
+        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+        "RAY_SERVE_HAPROXY_RETRIES": "2",
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(_KEPT_BYTES),
         # for load balancers that learn of a replica's end by polling; HAProxy is told of it
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
     }
@@ -89,10 +101,14 @@ def _launcher() -> Path:
     return Path(found).absolute()
 
 
+def running() -> ProxyMode:
+    """What stands before the ingress in this process' Serve."""
+    return "haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "serve"
+
+
 def check(mode: ProxyMode) -> None:
     """Raise RuntimeError unless this process' Serve is in `mode`."""
-    running: ProxyMode = "haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "serve"
-    if mode == "haproxy" and running != mode:
+    if mode == "haproxy" and running() != mode:
         raise RuntimeError(
             "ingress.proxy is haproxy, but this Serve runs without HAProxy: use `hybridserve serve`, or set "
             "what `hybridserve proxy-env` prints where the cluster's processes start"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from hybridserve.cluster.pool.engine_loop import BuiltEngine
+from hybridserve.cluster.serve_alpha import edge
 from hybridserve.replicas.engine.plan import EngineLoad, EngineOutput
 from hybridserve.replicas.models.specs import ModelConfig
 from hybridserve.replicas.sampling_params import SamplingParams
@@ -106,13 +107,16 @@ def ray_instance(free_port: Callable[[], int]) -> Iterator[int]:
     from ray import cloudpickle, serve
 
     cloudpickle.register_pickle_by_value(sys.modules[FakeFactory.__module__])
-    ray.init(
-        num_cpus=8,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        configure_logging=False,
-        log_to_driver=False,
-    )
+    with pytest.MonkeyPatch.context() as environment:
+        # the processes that start inherit it, as from `hybridserve serve`; what else that sets is about speed
+        environment.setenv("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", edge.IMPORT_PATH)
+        ray.init(
+            num_cpus=8,
+            include_dashboard=False,
+            object_store_memory=100 * 2**20,
+            configure_logging=False,
+            log_to_driver=False,
+        )
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     yield port

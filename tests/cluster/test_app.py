@@ -76,3 +76,20 @@ def test_shards_that_do_not_divide_the_model_are_named(demo_model: Path) -> None
 def test_resolve_device(args: dict[str, object], device: str, resources, resolved: str) -> None:
     settings = load_settings({**args, "serving": {"device": device}}, Path.cwd())
     assert resolve_device(settings, resources) == resolved
+
+
+@pytest.mark.parametrize(
+    ("serving", "per_node"),
+    [
+        ({"device": "cuda"}, 3),
+        ({"device": "cpu"}, None),
+        ({"device": "cpu", "spare_processes": True}, 3),
+        ({"device": "cuda", "spare_processes": False}, None),
+    ],
+)
+def test_spare_processes_are_enough_for_one_replica(demo_model: Path, serving, per_node: int | None) -> None:
+    parallel = {"tensor_parallel_size": 2}
+    args = {"model": {"path": str(demo_model)}, "serving": serving, "parallel": parallel}
+    pool, _ = build_deployments(build_app(args), name="app", default_runtime_env={}).deployments
+    _, options = pool.init_args
+    assert (None if options.spares is None else options.spares.per_node) == per_node

@@ -4,6 +4,10 @@ import gc
 import subprocess
 import sys
 
+import pytest
+
+from hybridserve.cluster.garbage import collecting_nothing
+
 PROGRAM = """
 import gc, weakref
 from hybridserve.cluster.garbage import collect_rarely
@@ -26,3 +30,17 @@ def test_a_frame_sets_nothing_off_and_cycles_still_go() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert done.stdout == "ok\n", done.stderr
     assert gc.get_threshold()[0] == 700
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_while_importing_and_then_as_before(enabled: bool) -> None:
+    was = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(ImportError), collecting_nothing():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() == enabled
+    finally:
+        gc.unfreeze()
+        (gc.enable if was else gc.disable)()

@@ -4,7 +4,9 @@ Logical nodes with logical GPUs on this machine, shards on its CPU with gloo, th
 one line of JSON: requests that failed and how soon they were told, requests that the other replica served
 meanwhile, seconds until both replicas serve again, and what was left behind.
 
-    python tests/benchmarks/survival/kill_shard.py [--tp 2] [--faults shard,engine,replica,stop,node]
+    python tests/benchmarks/survival/kill_shard.py [--spares] [--tp 2] [--faults shard,engine,replica,stop]
+
+With --spares each node has spare processes (`serving.spare_processes`); they are waited for before a fault.
 """
 
 import argparse
@@ -21,17 +23,24 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from hybridserve.cluster.bus.listener import BusListener
-from hybridserve.cluster.pool.client import HandlePoolClient
-from hybridserve.cluster.pool.engine_factory import CheckpointEngine
-from hybridserve.cluster.pool.interface import GenerationRequest, PoolError
-from hybridserve.cluster.pool.replica import PoolReplica
-from hybridserve.cluster.pool.replica_actors import EngineActorOptions
-from hybridserve.cluster.serve_alpha.placement import REPLICA_CPUS, plan_placement
-from hybridserve.replicas.engine.config import EngineConfig
-from hybridserve.replicas.sampling_params import SamplingParams
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT))
 
-DEMO_MODEL = Path(__file__).resolve().parents[3] / "configs" / "demo-model"
+from hybridserve.cluster.bus.listener import BusListener  # noqa: E402
+from hybridserve.cluster.pool.client import HandlePoolClient  # noqa: E402
+from hybridserve.cluster.pool.engine_factory import CheckpointEngine  # noqa: E402
+from hybridserve.cluster.pool.interface import GenerationRequest, PoolError  # noqa: E402
+from hybridserve.cluster.pool.replica import PoolReplica  # noqa: E402
+from hybridserve.cluster.pool.replica_actors import EngineActorOptions  # noqa: E402
+from hybridserve.cluster.serve_alpha.placement import REPLICA_CPUS, plan_placement  # noqa: E402
+from hybridserve.cluster.serve_alpha.proxy_mode import environment  # noqa: E402
+from hybridserve.cluster.serve_alpha.spare_workers import SpareWorkersOptions  # noqa: E402
+from hybridserve.replicas.engine.config import EngineConfig  # noqa: E402
+from hybridserve.replicas.sampling_params import SamplingParams  # noqa: E402
+from tests.cluster.survival.application import processes  # noqa: E402
+
+DEMO_MODEL = ROOT / "configs" / "demo-model"
+NODES = 3
 PROMPTS = [tuple(range(3 + 11 * index, 40 + 13 * index)) for index in range(4)]
 ANSWER_TOKENS = 24
 HELD_TOKENS = 1900
@@ -66,7 +75,7 @@ class TalkativeReplica(PoolReplica):
 class Pool:
     """Two replicas, and who asks them."""
 
-    def __init__(self, tp_size: int) -> None:
+    def __init__(self, tp_size: int, spares: bool) -> None:
         placement = plan_placement(tp_size, "cuda")
         config = EngineConfig(
             str(DEMO_MODEL),
@@ -82,6 +91,7 @@ class Pool:
             num_gpus=placement.shard_gpus,
             num_shards=tp_size,
             shard_cpus=placement.shard_cpus,
+            spares=SpareWorkersOptions(1 + tp_size, placement.cpus, placement.gpus) if spares else None,
         )
         deployment = serve.deployment(
             TalkativeReplica,
@@ -184,6 +194,7 @@ async def try_fault(pool: Pool, fault: str, cluster: Cluster, expected: list[lis
         "served_meanwhile": served,
         "failed_meanwhile": failed,
         "whole_after_s": round(whole_s, 1),
+        "gpus": [[rank["gpus"] for rank in replica["ranks"]] for replica in replicas],
         "left_behind": await until_gone(pids),
     }
 
@@ -234,13 +245,37 @@ def offline_answers() -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-async def measure(pool: Pool, cluster: Cluster, faults: list[str]) -> None:
+async def until_spare(count: int) -> float:
+    """Wait for so many processes without work that have loaded what they are to load; how long that took."""
+    began = time.monotonic()
+    while True:
+        before = {one.pid: cpu_seconds(one.pid) for one in processes("ray::IDLE")}
+        await asyncio.sleep(1.0)
+        idle = [pid for pid, seconds in before.items() if cpu_seconds(pid) < seconds + 0.1]
+        if len(idle) >= count:
+            return time.monotonic() - began
+        assert time.monotonic() < began + 2 * LIMIT_S, f"{len(idle)} of {count} spare processes"
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process; endless when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return float("inf")
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(pool: Pool, cluster: Cluster, faults: list[str], spares: int) -> None:
+    """spares: of each node."""
     await pool.open()
     expected = offline_answers()
     say({"start": await pool.replicas(set())})
     answers = await asyncio.gather(*(pool.answer(prompt, ANSWER_TOKENS) for prompt in PROMPTS * 2))
     say({"equal_to_one_rank": answers == expected * 2})
     for fault in faults:
+        if spares:
+            say({"spares_after_s": round(await until_spare(spares * len(cluster.worker_nodes)), 1)})
         say(await try_fault(pool, fault, cluster, expected))
     await pool.close()
 
@@ -254,18 +289,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--faults", default="shard,engine,replica,stop,node")
+    parser.add_argument("--spares", action="store_true", help="keep spare processes")
     options = parser.parse_args()
+    if options.spares:
+        # as `hybridserve serve` sets it for the cluster that it starts
+        os.environ.update(environment("serve", Path(), LIMIT_S))
     memory = {"object_store_memory": 100 * 2**20}
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False, **memory}
     )
-    for _ in range(3):
+    for _ in range(NODES):
         cluster.add_node(num_cpus=8, num_gpus=options.tp, wait=False, **memory)
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
     serve.start(proxy_location="Disabled")
     try:
-        asyncio.run(measure(Pool(options.tp), cluster, options.faults.split(",")))
+        pool = Pool(options.tp, options.spares)
+        spares = 1 + options.tp if options.spares else 0
+        asyncio.run(measure(pool, cluster, options.faults.split(","), spares))
         serve.shutdown()
     finally:
         ray.shutdown()

@@ -133,6 +133,16 @@ class Server:
                     listening.append(int(local.rpartition(":")[2], 16))
         return listening
 
+    def interrupt(self) -> None:
+        """SIGINT, as Ctrl-C sends, and no waiting."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGINT)
+
+    def wait_for_end(self) -> int:
+        """The exit code."""
+        assert self._process is not None
+        return self._process.wait(STOP_S)
+
     def stop(self) -> None:
         """SIGINT, as Ctrl-C sends; fails when anything of it outlives that."""
         if self._process is None:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import socket
 import sys
 import time
@@ -24,7 +25,8 @@ SOON_S = 5.0
 @pytest.fixture(scope="module")
 def server(new_server: Callable[..., object], free_port: Callable[[], int]) -> Iterator[object]:
     """Its YAML asks for HAProxy and for two ingress replicas."""
-    server = new_server([sys.executable, "-c", MAIN, "serve"], free_port(), longest_answer_s=20)
+    command = [sys.executable, "-c", MAIN, "serve", "--drain-s", "1"]
+    server = new_server(command, free_port(), longest_answer_s=20)
     path = Path(server.command[-1])
     content = yaml.safe_load(path.read_text())
     content["applications"][0]["args"]["ingress"] = {"proxy": "haproxy", "num_replicas": 2}
@@ -157,6 +159,18 @@ def test_nothing_but_the_http_port_is_open(server) -> None:
     assert sum(speaks_http(port) for port in inside) == 3
     outside = {port for address, port in open_ports if address != loopback}
     assert not any(speaks_http(port) for port in outside)
+
+
+def test_a_stop_ends_streams_with_an_error_event(server) -> None:
+    """The last test: it ends the server."""
+    with stream(server, 1900) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.interrupt()
+        *_, error, done = [line for line in lines if line]
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "server_stopping"
+    assert done == "data: [DONE]"
+    assert server.wait_for_end() == 0
 
 
 def speaks_http(port: int) -> bool:

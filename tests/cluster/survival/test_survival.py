@@ -135,29 +135,48 @@ async def test_a_replica_killed_mid_stream_fails_no_request(application, texts, 
     assert sorted(silences)[0] < 1.0
 
 
-async def test_a_killed_ingress_fails_only_what_it_held(application, texts, report) -> None:
+async def test_a_killed_ingress_fails_nothing_but_streams_that_had_begun(application, texts, report) -> None:
     async with under_load(application, 6, 20) as begun:
         await seconds_until(lambda: sum(one.reply.complete for one in begun) > 20, "a load")
+        held = [ask(application, i, 150, stream=i % 2 > 0) for i in range(12)]
+        tasks = [asyncio.create_task(exchange.run()) for exchange in held]
+        await seconds_until(lambda: all(one.reply.events for one in held[1::2]), "streams run")
         first = len(begun)
         killed_at = application.ingresses()[0].kill()
         recovering = asyncio.create_task(seconds_until(application.whole, "whole again"))
         await seconds_until(lambda: sum(one.reply.complete for one in begun[first:]) > 40, "the load goes on")
         went_on_s = time.monotonic() - killed_at
-    replies = [one.reply for one in begun]
+    await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    replies = [one.reply for one in begun + held]
     in_flight = [one for one in replies if one.began < killed_at and not one.ended < killed_at]
     later = [one for one in replies if one.began >= killed_at]
-    lost, lost_later = failed(in_flight), failed(later)
+    lost = [one for one in in_flight if not one.complete]
     report(
-        failed=len(lost) + len(lost_later),
+        failed=len(lost) + len(failed(later)),
         in_flight=len(in_flight),
         later=len(later),
-        of_later=len(lost_later),
+        of_later=len(failed(later)),
+        told_after_s=max((one.ended - killed_at for one in lost), default=0.0),
         went_on_s=went_on_s,
         whole_after_s=await recovering,
     )
-    # the proxy learns of the death by a request that it sends there
-    assert len(lost_later) <= 6, lost_later
+    assert failed(later) == []
+    for one in lost:
+        assert one.events and not one.broken, failed([one])
+        assert one.error is not None and one.error["code"] == "ingress_failed"
+        assert one.error["request_id"] == one.events[0]["id"] and one.events[-1] == "[DONE]"
+    assert [one.reply.text for one in held[::2]] == [texts(i, 150) for i in range(0, 12, 2)]
     # `left_whole` holds that the engines have dropped what nobody waits for any more
+
+
+async def test_a_burst_is_shared_by_the_ingresses(application, report) -> None:
+    """Each takes half of the requests that there is room for, so that one more would be refused."""
+    replies = await asyncio.gather(*(ask(application, i, 60).run() for i in range(CONCURRENT)))
+    refused = sum(one.status == 429 for one in replies)
+    report(refused=refused, of=CONCURRENT)
+    # the proxy counts other requests too, and each from its choice to its end, an ingress a little less
+    assert refused <= CONCURRENT // 10
+    assert len(failed(replies)) == refused
 
 
 async def test_a_killed_controller_fails_no_request(application, report) -> None:
