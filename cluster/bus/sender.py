@@ -287,9 +287,11 @@ class BusSender:
 
     def send_load(self, but: Collection[Channel] = ()) -> None:
         """Tell every ingress but these the load at once, instead of after `idle_s`."""
-        for channel in self._channels.values():
-            if not channel.closed and channel not in but:
-                channel.send(self._load_frame())
+        others = [one for one in self._channels.values() if not one.closed and one not in but]
+        if others:
+            frame = self._load_frame()
+            for channel in others:
+                channel.send(frame)
 
     def _load_frame(self) -> bytes:
         return pack_news(self._load(), [], self._replica)

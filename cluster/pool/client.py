@@ -152,10 +152,9 @@ class HandlePoolClient:
 
     def _submit(self, request: GenerationRequest, stream: Stream) -> bool:
         """Send the request by the bus; False: its replica is not connected, or there is none."""
-        replicas = self._loads.replicas()
-        if not replicas:
+        chosen = self._loads.pick(request.request_id)
+        if chosen is None:
             return False
-        chosen = self._loads.choose(replicas, request.request_id)[0]
         key = stream.reply_to.key
         return self._listener.submit(
             chosen, stream, lambda token: pack_submission(Submission(token, key, request))

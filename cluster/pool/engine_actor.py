@@ -226,12 +226,16 @@ class EngineActor:
                     one.send_failure()
 
     def _say_accepted(self) -> None:
-        """An entry without tokens: the load that comes with it counts the request."""
+        """An entry without tokens: the load that comes with it counts the request.
+
+        To the other ingresses the load alone: a step may take longer than it is until they choose again.
+        """
         by_channel: dict[Channel, list[tuple[EngineRequest, EngineOutput]]] = defaultdict(list)
         for one in self._accepted:
             by_channel[one.channel].append((one, EngineOutput("", first_index=0)))
         self._accepted.clear()
         self._send(by_channel)
+        self._sender.send_load(but=by_channel.keys())
 
     # what follows is called on the event loop: by `_OnEventLoop` for the step thread, and by the bus
 

@@ -7,15 +7,14 @@ ingress' event loop and Serve's router use this from two threads, so every metho
 import random
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from hybridserve.cluster.routing.cost import Cost
 from hybridserve.cluster.routing.load import ReplicaLoad
-from hybridserve.cluster.routing.pool_sums import PoolSums, ReplicaShare
+from hybridserve.cluster.routing.pool_sums import PoolSums
 from hybridserve.cluster.routing.prefixes import PREFIX_TOKENS, LastReplicas
-from hybridserve.cluster.routing.rates import TokenRate
+from hybridserve.cluster.routing.replica_account import ReplicaAccount
 
 # replicas that a choice looks at; measured in tests/cluster/routing/test_herding.py
 _COMPARED = 4
@@ -67,20 +66,15 @@ class PoolLoads:
         self._clock = clock
         self._lock = threading.Lock()
         self._replicas: frozenset[str] | None = None
-        self._reports: dict[str, ReplicaLoad] = {}
-        self._rates: dict[str, TokenRate] = {}
-        self._starts: dict[str, TokenRate] = {}
-        """Prompts' tokens while there is a queue. What limits them, room in the batch or computing, may be
-        another thing in the next queue."""
+        self._accounts: dict[str | None, ReplicaAccount] = {None: ReplicaAccount()}
+        """By replica; None: of requests that were not given to one yet."""
+        self._reporting: dict[str, None] = {}
+        """Replicas that have sent a report, in the order of their first."""
+        self._names: list[str] | None = []
+        """Of the replicas that there are, in order; None: to be put together."""
         self._bookings: dict[str, _Booking] = {}
-        self._own: Counter[str | None] = Counter()
-        """Remaining tokens of this ingress' requests by replica; None: not given to one yet."""
-        self._unseen: Counter[str | None] = Counter()
-        """The part of `_own` that no report counts yet."""
-        self._unseen_prompts: Counter[str | None] = Counter()
-        """And of that, the prompts."""
         self._own_outstanding = 0
-        """The sum of `_own`."""
+        """The sum of all accounts' own."""
         self._sums = PoolSums()
         self._last = LastReplicas()
         self._failed: set[str] = set()
@@ -92,28 +86,27 @@ class PoolLoads:
         with self._lock:
             known = frozenset(self._known())
             self._replicas = frozenset(replicas)
+            self._names = None
             self._failed &= self._replicas
-            for gone in self._reports.keys() - self._replicas:
-                self._forget(gone)
-            # what was sent to those that are gone stays counted until it ends
-            self._own += Counter()
-            self._unseen += Counter()
-            self._unseen_prompts += Counter()
+            for silent in self._reporting.keys() - self._replicas:
+                self._forget(silent)
             for changed in known ^ self._replicas:
-                self._recount(changed)
+                self._recount(changed, self._account(changed))
+            # what was sent to those that are gone stays counted until it ends
+            gone = self._accounts.keys() - self._replicas - {None}
+            for name in [name for name in gone if self._accounts[name].empty]:
+                del self._accounts[name]
 
     def observe(self, replica: str, load: ReplicaLoad) -> None:
         """A report has come from a replica."""
         with self._lock:
-            self._reports[replica] = load
+            account = self._accounts.get(replica) or self._account(replica)
+            if account.report is None:
+                self._reporting[replica] = None
+                self._names = None
+            account.observe(self._clock(), load)
             self._failed.discard(replica)
-            if replica not in self._rates:
-                self._rates[replica] = TokenRate()
-                self._starts[replica] = TokenRate(forgets=True)
-            now = self._clock()
-            self._rates[replica].observe(now, load.progressed_tokens, load.outstanding_tokens > 0)
-            self._starts[replica].observe(now, load.started_tokens, load.queued_tokens > 0)
-            self._recount(replica)
+            self._recount(replica, account)
 
     def forget(self, replica: str) -> None:
         """No more reports will come from this connection."""
@@ -125,10 +118,8 @@ class PoolLoads:
         with self._lock:
             assert request_id not in self._bookings, request_id
             self._bookings[request_id] = _Booking(cost.tokens, cost.prompt_tokens, prefix)
-            self._own[None] += cost.tokens
             self._own_outstanding += cost.tokens
-            self._unseen[None] += cost.tokens
-            self._unseen_prompts[None] += cost.prompt_tokens
+            self._accounts[None].send(cost.tokens, cost.prompt_tokens)
 
     def choose(self, candidates: Sequence[str], request_id: str | None) -> list[str]:
         """The candidates, the best first; a booked request counts as the best one's from now on.
@@ -139,21 +130,37 @@ class PoolLoads:
         """
         with self._lock:
             booking = self._bookings.get(request_id) if request_id is not None else None
-            avoided = self._failed if booking is None else self._failed | booking.failed
-            ranked = self._rank(candidates)
+            ranked = self._rank(candidates, self._sample(candidates))
+            avoided = self._avoided(booking)
             if avoided:
                 ranked.sort(key=avoided.__contains__)
             if booking is None or not ranked:
                 return ranked
-            hinted = self._last.get(booking.prefix)
-            # going elsewhere costs computing the prefix again: worth it only when that is what it saves
-            known = hinted is not None and hinted in ranked and hinted not in avoided
-            if known and self._outstanding(hinted) <= self._outstanding(ranked[0]) + PREFIX_TOKENS:
-                self.prefix_hits += 1
-                ranked.remove(hinted)
-                ranked.insert(0, hinted)
-            self._give(booking, ranked[0])
+            best = self._hinted(booking, ranked[0], ranked) or ranked[0]
+            if best != ranked[0]:
+                ranked.remove(best)
+                ranked.insert(0, best)
+            self._give(booking, best)
             return ranked
+
+    def pick(self, request_id: str) -> str | None:
+        """The best of all replicas that there are, as with `choose`; None without one.
+
+        Where there are thousands, ranking all the others takes `choose` longer than all else.
+        """
+        with self._lock:
+            booking, names = self._bookings.get(request_id), self._in_order()
+            if not names:
+                return None
+            avoided = self._avoided(booking)
+            taken = self._sample(names)
+            best = next((name for name in self._compare(names, taken) if name not in avoided), None)
+            if best is None:
+                best = min(self._rank(names, taken), key=avoided.__contains__)
+            if booking is not None:
+                best = self._hinted(booking, best, self._known()) or best
+                self._give(booking, best)
+            return best
 
     def routed(self, request_id: str, replica: str) -> None:
         """The request went to this replica, whatever was chosen before."""
@@ -187,10 +194,8 @@ class PoolLoads:
             self._bookings[request_id] = _Booking(
                 remaining, booking.prompt_tokens, booking.prefix, failed=failed
             )
-            self._own[None] += remaining
             self._own_outstanding += remaining
-            self._unseen[None] += remaining
-            self._unseen_prompts[None] += booking.prompt_tokens
+            self._accounts[None].send(remaining, booking.prompt_tokens)
             return replica
 
     def progress(self, request_id: str, tokens: int) -> None:
@@ -223,12 +228,12 @@ class PoolLoads:
     def reports(self) -> dict[str, ReplicaLoad]:
         """The last report of every replica that has sent one."""
         with self._lock:
-            return dict(self._reports)
+            return {name: report for name in self._reporting if (report := self._accounts[name].report)}
 
     def replicas(self) -> list[str]:
         """The ids of the replicas that there are."""
         with self._lock:
-            return sorted(self._known())
+            return list(self._in_order())
 
     def outstanding(self, replica: str) -> int:
         """A replica's outstanding tokens, as estimated now."""
@@ -237,88 +242,105 @@ class PoolLoads:
 
     def totals(self) -> PoolTotals:
         with self._lock:
-            sums = self._sums
+            sums, nowhere = self._sums, self._accounts[None]
             return PoolTotals(
                 replicas=len(self._known()),
                 own_requests=len(self._bookings),
                 own_outstanding=self._own_outstanding,
-                outstanding=sums.outstanding + self._own[None],
-                queued=sums.queued + self._unseen_prompts[None],
+                outstanding=sums.outstanding + nowhere.own,
+                queued=sums.queued + nowhere.unseen_prompts,
                 tokens_per_s=sums.tokens_per_s,
                 queue_wait_s=sums.queue_wait_s,
             )
 
-    def _rank(self, candidates: Sequence[str]) -> list[str]:
+    def _sample(self, candidates: Sequence[str]) -> list[int]:
         # were all compared, ingresses with the same reports would all pick the same replica until the next
-        taken = self._rng.sample(range(len(candidates)), min(_COMPARED, len(candidates)))
-        compared = sorted((candidates[index] for index in taken), key=self._outstanding)
+        return self._rng.sample(range(len(candidates)), min(_COMPARED, len(candidates)))
+
+    def _compare(self, candidates: Sequence[str], taken: Sequence[int]) -> list[str]:
+        return sorted((candidates[index] for index in taken), key=self._outstanding)
+
+    def _rank(self, candidates: Sequence[str], taken: Sequence[int]) -> list[str]:
         others = list(candidates)
         for index in sorted(taken, reverse=True):
             del others[index]
         # for when none of them will do; a shuffle of thousands would take a millisecond
         first = self._rng.randrange(len(others)) if others else 0
-        return compared + others[first:] + others[:first]
+        return self._compare(candidates, taken) + others[first:] + others[:first]
+
+    def _avoided(self, booking: _Booking | None) -> Set[str]:
+        return self._failed if booking is None else self._failed | booking.failed
+
+    def _hinted(self, booking: _Booking, best: str, among: Container[str]) -> str | None:
+        """The replica that saw the prompt's beginning, when it will do as well as the best."""
+        hinted = self._last.get(booking.prefix)
+        if hinted is None or hinted not in among or hinted in self._avoided(booking):
+            return None
+        # going elsewhere costs computing the prefix again: worth it only when that is what it saves
+        if self._outstanding(hinted) > self._outstanding(best) + PREFIX_TOKENS:
+            return None
+        self.prefix_hits += 1
+        return hinted
 
     def _known(self) -> Set[str]:
         # a replica that is being stopped still reports; before Serve says who there is, reports do
-        return self._reports.keys() if self._replicas is None else self._replicas
+        return self._reporting.keys() if self._replicas is None else self._replicas
+
+    def _in_order(self) -> list[str]:
+        if self._names is None:
+            self._names = sorted(self._known())
+        return self._names
+
+    def _account(self, replica: str | None) -> ReplicaAccount:
+        account = self._accounts.get(replica)
+        if account is None:
+            account = self._accounts[replica] = ReplicaAccount()
+        return account
 
     def _outstanding(self, replica: str) -> int:
-        report = self._reports.get(replica)
-        if report is None:
-            # without reports an ingress knows at least what it has sent itself
-            return self._own[replica]
-        return report.outstanding_tokens + self._unseen[replica]
+        account = self._accounts.get(replica)
+        return 0 if account is None else account.outstanding
 
-    def _queued(self, replica: str) -> int:
-        report = self._reports.get(replica)
-        return self._unseen_prompts[replica] + (0 if report is None else report.queued_tokens)
-
-    def _share(self, replica: str) -> ReplicaShare:
-        rate, starts = self._rates.get(replica), self._starts.get(replica)
-        return ReplicaShare(
-            self._outstanding(replica),
-            self._queued(replica),
-            None if rate is None else rate.tokens_per_s,
-            # prompts get their first token in turn, at the pace at which they just did
-            None if starts is None else starts.tokens_per_s,
-        )
-
-    def _recount(self, replica: str | None) -> None:
+    def _recount(self, replica: str | None, account: ReplicaAccount) -> None:
         """Something of a replica has changed."""
         if replica is not None:
-            self._sums.set(replica, self._share(replica) if replica in self._known() else None)
+            there = self._reporting if self._replicas is None else self._replicas
+            self._sums.set(replica, account.share() if replica in there else None)
 
     def _give(self, booking: _Booking, replica: str) -> None:
         self._last.put(booking.prefix, replica)
         if booking.replica == replica:
             return
-        for counter in (self._own,) if booking.seen else (self._own, self._unseen):
-            counter[booking.replica] -= booking.remaining
-            counter[replica] += booking.remaining
-        if not booking.seen:
-            self._unseen_prompts[booking.replica] -= booking.prompt_tokens
-            self._unseen_prompts[replica] += booking.prompt_tokens
-        self._recount(booking.replica)
-        self._recount(replica)
+        old, new = self._account(booking.replica), self._account(replica)
+        if booking.seen:
+            old.own -= booking.remaining
+            new.own += booking.remaining
+        else:
+            old.send(-booking.remaining, -booking.prompt_tokens)
+            new.send(booking.remaining, booking.prompt_tokens)
+        self._recount(booking.replica, old)
+        self._recount(replica, new)
         booking.replica = replica
 
     def _see(self, booking: _Booking) -> None:
         if not booking.seen:
             booking.seen = True
-            self._unseen[booking.replica] -= booking.remaining
-            self._unseen_prompts[booking.replica] -= booking.prompt_tokens
-            self._recount(booking.replica)
+            account = self._account(booking.replica)
+            account.unseen -= booking.remaining
+            account.unseen_prompts -= booking.prompt_tokens
+            self._recount(booking.replica, account)
 
     def _shrink(self, booking: _Booking, tokens: int) -> None:
         booking.remaining -= tokens
-        self._own[booking.replica] -= tokens
         self._own_outstanding -= tokens
-        if booking.replica not in self._reports:
-            self._recount(booking.replica)
+        account = self._account(booking.replica)
+        account.own -= tokens
+        if account.report is None:
+            self._recount(booking.replica, account)
 
     def _forget(self, replica: str) -> None:
-        self._reports.pop(replica, None)
-        self._rates.pop(replica, None)
-        self._starts.pop(replica, None)
-        self._recount(replica)
+        self._reporting.pop(replica, None)
+        self._names = None
+        account = self._account(replica)
+        account.forget()
+        self._recount(replica, account)

@@ -13,6 +13,9 @@ class TokenRate:
         forgets: whether a pause makes what was measured before it worthless.
     """
 
+    # two for each replica and ingress
+    __slots__ = ("_forgets", "_since", "_tokens", "tokens_per_s")
+
     def __init__(self, forgets: bool = False) -> None:
         self._forgets = forgets
         self.tokens_per_s: float | None = None

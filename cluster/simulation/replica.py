@@ -1,7 +1,8 @@
 """One simulated replica: its engine, the account of its backlog, and what ingresses hear of it.
 
-As the engine's actor does: a frame with news carries the load to the ingresses whose requests have any,
-others hear of it ten times a second while it steps, and a second after it has become idle.
+As the engine's actor does: all hear of the load when a request is taken; a frame with news carries it to the
+ingresses whose requests have any, others hear of it ten times a second while it steps, and a second after it
+has become idle.
 """
 
 from collections.abc import Callable
@@ -88,9 +89,10 @@ class SimulatedReplica:
             self.backlog.end(flight.name)
             self._end(flight, "400 too long for the arena")
             return
-        loads = self._ingresses[flight.ingress]
-        loads.observe(self.name, self.load())
-        loads.accepted(flight.name)
+        load = self.load()
+        for loads in self._ingresses:
+            loads.observe(self.name, load)
+        self._ingresses[flight.ingress].accepted(flight.name)
 
     @property
     def arena_use(self) -> float:

@@ -61,6 +61,9 @@ def test_the_launchers_file_is_what_ray_takes(launcher: str, repo_root: Path) ->
     )
     for named in re.findall(r"(scripts/\S+|constraints\.txt)", commands):
         assert (repo_root / named).is_file()
+    # the launcher itself passes no password on
+    assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    assert commands.count("RAY_AUTH_MODE=token") == commands.count("ray start") == 2
 
 
 def test_its_cloud_is_too(launcher: str) -> None:

@@ -1,5 +1,6 @@
 """Real server processes on free ports, ended by their recorded pids, and the same model offline."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -56,12 +57,15 @@ def title(pid: int) -> str:
 class Server:
     """One server process and what it started; `start` after `stop` uses the same port."""
 
-    def __init__(self, command: list[str], port: int, log: Path, cwd: Path) -> None:
+    def __init__(
+        self, command: list[str], port: int, log: Path, cwd: Path, environment: Mapping[str, str]
+    ) -> None:
         self.command = command
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         self._cwd = cwd
+        self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
         self._family: dict[int, str] = {}
         """Pids of the process and its descendants, with their times of start."""
@@ -71,6 +75,7 @@ class Server:
             self._process = subprocess.Popen(
                 self.command,
                 cwd=self._cwd,
+                env={**os.environ, **self._environment},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -109,6 +114,24 @@ class Server:
     def engine_pid(self) -> int:
         [pid] = [pid for pid in self.pids() if title(pid).startswith("ray::EngineActor")]
         return pid
+
+    def ports_of(self, name: str) -> list[int]:
+        """Where processes whose program has a name that begins like this listen."""
+        sockets = set()
+        for pid in self.pids():
+            if title(pid).split(" ")[0].rpartition("/")[2].startswith(name):
+                for file in Path(f"/proc/{pid}/fd").iterdir():
+                    # some are closed while they are listed
+                    with contextlib.suppress(FileNotFoundError):
+                        sockets.add(os.readlink(file))
+        listening = []
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                _, local, _, state, *_, inode = line.split()[:10]
+                # the state of a socket that listens
+                if state == "0A" and f"socket:[{inode}]" in sockets:
+                    listening.append(int(local.rpartition(":")[2], 16))
+        return listening
 
     def interrupt(self) -> None:
         """SIGINT, as Ctrl-C sends, and no waiting."""
@@ -187,10 +210,17 @@ class Server:
 
 @pytest.fixture(scope="session")
 def new_server(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Iterator[Callable[..., Server]]:
-    """new_server(command, port, config="demo.yaml", **serving): changed as asked; stopped in the end."""
+    """new_server(command, port, config="demo.yaml", environment={}, **serving): changed as asked; stopped in
+    the end."""
     servers: list[Server] = []
 
-    def make(command: Sequence[str], port: int, config: str = "demo.yaml", **serving: object) -> Server:
+    def make(
+        command: Sequence[str],
+        port: int,
+        config: str = "demo.yaml",
+        environment: Mapping[str, str] | None = None,
+        **serving: object,
+    ) -> Server:
         folder = tmp_path_factory.mktemp("serve")
         content = yaml.safe_load((repo_root / "configs" / config).read_text())
         content["http_options"]["port"] = port
@@ -199,7 +229,8 @@ def new_server(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Ite
         args["logging"] = {"format": "json", "level": "debug"}
         path = folder / config
         path.write_text(yaml.safe_dump(content))
-        servers.append(Server([*command, str(path)], port, folder / "serve.log", repo_root))
+        command = [*command, str(path)]
+        servers.append(Server(command, port, folder / "serve.log", repo_root, environment or {}))
         return servers[-1]
 
     yield make

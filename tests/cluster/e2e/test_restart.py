@@ -1,7 +1,13 @@
-"""An engine that is killed; a server that is stopped, and another on its port with the other transport."""
+"""An engine that is killed; a server that is stopped, and another on its port with the other transport.
 
+The other one's Ray speaks TLS, so that this is tried without a start of its own.
+"""
+
+import contextlib
 import os
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -12,6 +18,9 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+import ray
+
+from ..authority import Authority
 
 pytestmark = pytest.mark.e2e
 
@@ -26,8 +35,18 @@ DRAIN_S = 1.5
 
 
 @pytest.fixture(scope="module")
-def by_handle(server, new_server) -> Iterator:
-    """`hybridserve serve`, tokens by Serve's own streaming calls, on the port of the server it replaces."""
+def node(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A node's certificate, key and authority; its address is in it, or Ray's processes find no other."""
+    addresses = {"127.0.0.1", ray.util.get_node_ip_address()}
+    return Authority(tmp_path_factory.mktemp("tls"), sorted(addresses)).sign("node")
+
+
+@pytest.fixture(scope="module")
+def by_handle(server, new_server, node: dict[str, str]) -> Iterator:
+    """`hybridserve serve`, tokens by Serve's own streaming calls, on the port of the server it replaces.
+
+    Its Ray speaks TLS, as docs/security.md says.
+    """
     server.start_if_stopped()
     assert len(server.pids()) > 5
     # fails when a process is left
@@ -35,7 +54,14 @@ def by_handle(server, new_server) -> Iterator:
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
     command = [str(Path(sys.executable).parent / "hybridserve"), "serve", "--drain-s", str(DRAIN_S)]
-    other = new_server(command, server.port, token_transport="handle", retry_wait_s=0)
+    tls = {
+        "RAY_USE_TLS": "1",
+        "RAY_TLS_SERVER_CERT": node["certfile"],
+        "RAY_TLS_SERVER_KEY": node["keyfile"],
+        "RAY_TLS_CA_CERT": node["cafile"],
+    }
+    serving = {"token_transport": "handle", "retry_wait_s": 0}
+    other = new_server(command, server.port, environment=tls, **serving)
     other.start()
     yield other
     other.stop()
@@ -109,6 +135,30 @@ def test_after_a_stop_the_same_port_gives_the_same_text_by_the_other_transport(b
     wanted = [answers[0].text for answers in offline(prompts, **GREEDY)]
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(streamed, [by_handle.client()] * 4, prompts)) == wanted
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet", "ray::EngineActor"])
+def test_in_tls_rays_processes_talk_to_nobody_else(by_handle, node: dict[str, str], name: str) -> None:
+    def first_bytes(port: int, *certificate: str) -> bytes:
+        context = ssl.create_default_context(cafile=node["cafile"])
+        context.set_alpn_protocols(["h2"])
+        if certificate:
+            context.load_cert_chain(*certificate)
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+            context.wrap_socket(plain, server_hostname="127.0.0.1") as secret,
+        ):
+            # one that is turned away hears so, or only that it is over
+            with contextlib.suppress(ssl.SSLError, ConnectionError):
+                return secret.recv(64)
+            return b""
+
+    ports = by_handle.ports_of(name)
+    assert ports
+    for port in ports:
+        # a member hears the server's settings, as HTTP/2 begins
+        assert first_bytes(port, node["certfile"], node["keyfile"])
+        assert not first_bytes(port)
 
 
 def test_the_line_that_hybridserve_serve_prints_works(by_handle) -> None:

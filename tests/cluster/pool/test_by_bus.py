@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -77,6 +78,39 @@ async def test_many_at_once(fake_factory) -> None:
         answers = await asyncio.gather(*(one(first) for first in range(32)))
         assert answers == [list(range(first, first + 30)) for first in range(32)]
         await until_nothing_is_kept(pool)
+
+
+async def test_other_ingresses_hear_of_a_request_while_the_step_still_runs(fake_factory) -> None:
+    """Or they would all choose the replica that has just been given a long prompt."""
+    engines, goes_on = [], threading.Event()
+
+    def build() -> object:
+        built = fake_factory()()
+        engines.append(built.engine)
+        return built
+
+    async with connected(build) as pool:
+        loads = PoolLoads()
+        loads.set_replicas(["a"])
+        other = BusListener("127.0.0.1", loads)
+        await other.start()
+        # nor by the report that a silent connection makes now and then
+        pool.actor._sender._idle_s = 600.0
+        handle = LocalHandle(pool.actor, await pool.client.info())
+        assert await Pool(HandlePoolClient(handle, other, "bus", loads), handle, other, pool.actor).tokens(
+            request()
+        )
+        await until(lambda: loads.outstanding("a") == 0, "idle")
+        step = engines[0].step
+        engines[0].step = lambda: goes_on.wait(60) and step()
+        try:
+            answer = asyncio.ensure_future(pool.tokens(request((7,))))
+            await until(lambda: loads.outstanding("a") > 0, "a load with the request")
+            assert not answer.done()
+        finally:
+            goes_on.set()
+        assert await answer == list(range(7, 17))
+        await other.close()
 
 
 async def test_what_a_frame_may_not_hold_is_called(fake_factory) -> None:

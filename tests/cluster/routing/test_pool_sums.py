@@ -20,17 +20,17 @@ def wait_of(shares: list[ReplicaShare]) -> float | None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_sums_of_shares(seed: int) -> None:
+@pytest.mark.parametrize("queues", [[0, 7, 40], [7, 40, 41]], ids=["some idle", "none idle"])
+def test_sums_of_shares(seed: int, queues: list[int]) -> None:
     rng = random.Random(seed)
-    sums, shares = PoolSums(), {}
+    sums, shares, waits = PoolSums(), {}, set()
+    paces = [None, 0.0, 9.0, 30.0] if 0 in queues else [9.0, 30.0, 31.0]
     for _ in range(300):
         name = rng.choice(NAMES)
         share = None
         if rng.random() < 0.9:
             rate = rng.choice([None, 50.0, 75.5])
-            share = ReplicaShare(
-                rng.randrange(100), rng.choice([0, 7, 40]), rate, rng.choice([None, 0.0, 9.0, 30.0])
-            )
+            share = ReplicaShare(rng.randrange(100), rng.choice(queues), rate, rng.choice(paces))
         shares.pop(name, None)
         if share is not None:
             shares[name] = share
@@ -40,7 +40,10 @@ def test_sums_of_shares(seed: int) -> None:
         assert sums.queued == sum(one.queued for one in held)
         rates = [one.tokens_per_s for one in held if one.tokens_per_s is not None]
         assert sums.tokens_per_s == (pytest.approx(sum(rates)) if rates else None)
-        assert sums.queue_wait_s == wait_of(held)
+        if rng.random() < 0.5:
+            assert sums.queue_wait_s == wait_of(held)
+            waits.add(sums.queue_wait_s)
+    assert len(waits) > 2 or 0 in queues
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -96,6 +99,47 @@ def test_a_pools_totals(seed: int, told: bool) -> None:
     for name in live:
         loads.end(name)
     assert loads.totals().own_outstanding == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_pick_is_the_first_of_a_choice(seed: int) -> None:
+    """Of as many replicas as a choice looks at, where both draw the same."""
+    names = NAMES[:4]
+    one, other = PoolLoads(random.Random(seed)), PoolLoads(random.Random(seed))
+    for loads in (one, other):
+        loads.set_replicas(names)
+    rng = random.Random(seed)
+    for index in range(200):
+        request, cost, prefix = str(index), Cost(rng.randrange(300), 10), rng.choice([None, 1, 2])
+        for loads in (one, other):
+            loads.book(request, cost, prefix)
+        assert one.pick(request) == other.choose(names, request)[0] == one.replica_of(request)
+        fails, ends = rng.random() < 0.1, str(rng.randrange(index + 1))
+        for loads in (one, other):
+            if fails:
+                loads.failed(request)
+            loads.end(ends)
+    assert one.totals() == other.totals() and one.prefix_hits == other.prefix_hits > 0
+
+
+def test_a_pick_among_many() -> None:
+    loads = PoolLoads(random.Random(1))
+    loads.book("early", Cost(1, 1))
+    assert loads.pick("early") is None
+    many = [f"r{index}" for index in range(100)]
+    loads.set_replicas(many)
+    for name in many:
+        loads.book(name, Cost(100, 100))
+        assert loads.pick(name) == loads.replica_of(name)
+    loaded = [name for name in many if loads.outstanding(name)]
+    # the least of four is one without a request, until there are few of those
+    assert len(loaded) > 70 and loads.totals().own_requests == 101
+    for name in many:
+        if name != "r7":
+            loads.routed(name, name)
+            loads.failed(name)
+    loads.book("late", Cost(1, 1))
+    assert loads.pick("late") == "r7"
 
 
 def test_a_choice_ranks_every_candidate_once() -> None:

@@ -36,7 +36,7 @@ def two_pools(constant_steps, pool_spec, **model: object) -> ClusterModel:
     return ClusterModel((PoolModel(short, engine), PoolModel(long, engine)), **model)
 
 
-@pytest.mark.parametrize(("rate", "refuses"), [(0.2, False), (60.0, True)])
+@pytest.mark.parametrize(("rate", "refuses"), [(0.02, False), (60.0, True)])
 def test_every_request_ends_once(rate: float, refuses: bool, constant_steps, pool_spec) -> None:
     arrivals = mixed(800, rate, 1)
     run = SimulatedCluster(two_pools(constant_steps, pool_spec, num_ingress=3), seed=1).run(arrivals)
