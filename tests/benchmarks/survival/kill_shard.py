@@ -293,7 +293,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.spares:
         # as `hybridserve serve` sets it for the cluster that it starts
-        os.environ.update(environment("serve", Path(), LIMIT_S))
+        os.environ.update(environment("serve", Path(), LIMIT_S, 256))
     memory = {"object_store_memory": 100 * 2**20}
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False, **memory}
