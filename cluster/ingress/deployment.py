@@ -3,6 +3,7 @@
 The only module of the ingress that imports Ray.
 """
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import ray
@@ -73,6 +74,7 @@ class Ingress:
             await warn_if_exposed()
         specs = settings.pool_specs()
         self._router = LengthRouter([await self._open_pool(spec, pools[spec.name]) for spec in specs])
+        self._learning = asyncio.create_task(self._router.learn())
 
     async def _open_pool(self, spec: PoolSpec, handle: DeploymentHandle) -> RoutedPool:
         # Serve's router for the handle, in this same process, chooses replicas by these loads

@@ -4,6 +4,7 @@ Pure ASGI: Starlette's BaseHTTPMiddleware would put a queue between an endpoint 
 endpoint would no longer see the client go.
 """
 
+import asyncio
 from collections.abc import Callable
 
 from starlette.datastructures import Headers
@@ -36,13 +37,19 @@ class DropHeaders:
         await self._app(scope, receive, send)
 
 
-class BodyLimit:
-    """Refuses a body of more than `max_bytes` with 413, at once if it says its length."""
+# of a whole body: one that comes slower holds a place that others could have
+BODY_S = 30.0
 
-    def __init__(self, app: ASGIApp, max_bytes: int, report: Report) -> None:
+
+class BodyLimit:
+    """Refuses a body of more than `max_bytes` with 413, at once if it says its length, and one that is not
+    there after `max_s` with 408."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, report: Report, max_s: float = BODY_S) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._report = report
+        self._max_s = max_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,12 +59,21 @@ class BodyLimit:
         if length.isdecimal() and int(length[:20]) > self._max_bytes:
             await error_response(self._report(self._too_large(f"{length[:20]} bytes")))(scope, receive, send)
             return
-        received = 0
+        received, is_whole = 0, False
+        deadline = asyncio.get_running_loop().time() + self._max_s
 
         async def receive_counted() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, is_whole
+            if is_whole:
+                # whether the client goes, which may take as long as it likes
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise self._too_slow(received) from None
             if message["type"] == "http.request":
+                is_whole = not message.get("more_body", False)
                 received += len(message.get("body", b""))
                 if received > self._max_bytes:
                     # raised inside the endpoint that reads, and answered as any other error
@@ -65,6 +81,14 @@ class BodyLimit:
             return message
 
         await self._app(scope, receive_counted, send)
+
+    def _too_slow(self, received: int) -> ApiError:
+        return ApiError(
+            408,
+            f"the body must be there within {self._max_s:g} s, got {received} bytes of it",
+            code="body_too_slow",
+            headers={"Connection": "close"},
+        )
 
     def _too_large(self, size: str) -> ApiError:
         return ApiError(
@@ -121,14 +145,16 @@ class Admission:
     def _refusal(self, scope: Scope) -> Exception | None:
         if self._in_flight.stopping:
             return server_stopping()
-        if len(self._in_flight) >= self._max_requests:
-            return self._overloaded()
         if not len(self._in_flight):
             return None
         try:
-            return self._full(read_priority(Request(scope)))
+            # first: the pools count what they refuse, and know when to come again
+            busy = self._full(read_priority(Request(scope)))
         except ApiError as error:
             return error
+        if busy is None and len(self._in_flight) >= self._max_requests:
+            return self._overloaded()
+        return busy
 
     def _overloaded(self) -> ApiError:
         return overloaded(

@@ -89,7 +89,7 @@ class HandlePoolClient:
             async with asyncio.timeout(_QUICK_CALL_S):
                 await asyncio.wait((golden,))
                 if not golden.cancelled() and golden.result():
-                    await self._ask_info()
+                    self._info = await self._ask_info()
                     return True
         except PoolError:
             self._golden = None
@@ -202,7 +202,8 @@ class HandlePoolClient:
                 return await self._handle.info.remote()
         except TimeoutError:
             raise PoolError(self._why_nobody_answered()) from None
-        except _CALL_ERRORS as error:
+        except (*_CALL_ERRORS, RuntimeError) as error:
+            # the last is a dead engine's, which Serve hands on as it was raised where it calls by gRPC
             raise PoolError(f"no replica of the pool answers: {_first_line(error)}") from error
 
     def _why_nobody_answered(self) -> str:

@@ -38,6 +38,9 @@ _LEAST = Cost(prompt_tokens=1, answer_tokens=1)
 
 logger = logging.getLogger("ray.serve")
 
+# between two questions to a pool that is not up
+_LEARN_S = 0.5
+
 
 @dataclass
 class RoutedPool:
@@ -114,6 +117,20 @@ class LengthRouter:
         asked = self._lasting or self._pools[:1]
         infos = await asyncio.gather(*(pool.client.info() for pool in asked))
         return min(infos, key=lambda info: info.max_model_len)
+
+    async def learn(self) -> None:
+        """Ask the engines of pools that always have one for their facts, until all have told.
+
+        Who knows them before the first request comes need not ask amid a replica's replacement.
+        """
+        for pool in self._lasting:
+            while True:
+                try:
+                    await pool.client.info()
+                    break
+                except PoolError as error:
+                    logger.debug("pool %s has not said what it is yet: %s", pool.spec.name, error)
+                    await asyncio.sleep(_LEARN_S)
 
     async def ready(self) -> bool:
         """Whether every pool that always has a replica has answered a prompt."""

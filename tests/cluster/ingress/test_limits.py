@@ -7,7 +7,8 @@ import socket
 import httpx
 import pytest
 
-from hybridserve.cluster.ingress.limits import DropHeaders
+from hybridserve.cluster.ingress.errors import ApiError
+from hybridserve.cluster.ingress.limits import BodyLimit, DropHeaders
 from hybridserve.cluster.ingress.options import IngressOptions
 
 COMPLETIONS = "/v1/completions"
@@ -53,6 +54,44 @@ def test_the_limit_is_exact(make_caller):
     assert make_caller(max_body_bytes=len(content)).request("POST", COMPLETIONS, content=content).is_success
     small = make_caller(max_body_bytes=len(content) - 1)
     assert small.request("POST", COMPLETIONS, content=content).status_code == 413
+
+
+async def slow_body(api: BodyLimit, *messages: dict) -> list[dict]:
+    """What a client is sent for these messages, of which nothing follows."""
+    waiting = iter(messages)
+
+    async def receive() -> dict:
+        message = next(waiting, None)
+        return message if message is not None else await asyncio.get_running_loop().create_future()
+
+    sent: list[dict] = []
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    await api({"type": "http", "headers": [], "method": "POST", "path": "/"}, receive, send)
+    return sent
+
+
+def test_a_body_that_is_not_there_in_time_gives_its_place_up():
+    read: list[dict] = []
+
+    async def endpoint(scope, receive, send) -> None:
+        while True:
+            read.append(await receive())
+            if not read[-1].get("more_body"):
+                break
+        # whether the client goes: that may take longer
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(receive(), 0.2)
+
+    limited = BodyLimit(endpoint, 100, report=lambda error: error, max_s=0.05)
+    part, last = ({"type": "http.request", "body": b"abc", "more_body": more} for more in (True, False))
+    asyncio.run(slow_body(limited, part, last))
+    assert read == [part, last]
+    with pytest.raises(ApiError, match="within 0.05 s, got 6 bytes of it") as slow:
+        asyncio.run(slow_body(limited, part, part))
+    assert slow.value.status == 408 and slow.value.code == "body_too_slow"
 
 
 def test_overload(make_api, pool):

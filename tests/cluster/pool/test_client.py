@@ -255,6 +255,23 @@ async def test_ready_answers_the_golden_prompt_once(fake_factory) -> None:
         assert (await pool.actor.load()).steps == 2 + 1
 
 
+async def test_a_client_that_is_ready_knows_the_engine_and_a_dead_one_is_no_bug(fake_factory) -> None:
+    async def dead() -> EngineInfo:
+        # as Serve hands it on where it calls by gRPC
+        raise RuntimeError("the engine died")
+
+    async with local_pool(fake_factory()) as pool:
+        fresh = HandlePoolClient(pool.handle, pool.listener, "bus", PoolLoads())
+        answered = pool.handle.info
+        pool.handle.info = Method(dead)
+        with pytest.raises(PoolError, match="no replica of the pool answers: .*the engine died"):
+            await fresh.info()
+        pool.handle.info = answered
+        assert await fresh.ready()
+        pool.handle.info = Method(dead)
+        assert (await fresh.info()).vocab_size > 0
+
+
 async def test_a_pool_that_nobody_answers_for_says_what_was_waited_for(fake_factory, monkeypatch) -> None:
     monkeypatch.setattr(client_module, "_QUICK_CALL_S", 0.05)
 

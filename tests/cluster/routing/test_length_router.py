@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from hybridserve.cluster.pool.interface import EngineInfo, GenerationRequest, PoolBusy, PoolError
+from hybridserve.cluster.routing import length_router
 from hybridserve.cluster.routing.admission import Admission
 from hybridserve.cluster.routing.length_router import LengthRouter, RoutedPool
 from hybridserve.cluster.routing.load import ReplicaLoad
@@ -189,6 +190,19 @@ async def test_what_the_pools_say_together(router: LengthRouter, pools: list[Rou
     assert not await router.ready()
     with pytest.raises(PoolError, match="nobody answers"):
         await router.info()
+
+
+async def test_what_engines_are_is_asked_until_all_that_last_have_told(monkeypatch) -> None:
+    monkeypatch.setattr(length_router, "_LEARN_S", 0.01)
+    empty = routed(PoolSpec("b", 9, None, 1, ReplicaRange(0, 2), (), spec("b", 9, None).limits))
+    late = routed(spec("a", 0, 9))
+    empty.client.is_up = late.client.is_up = False
+    learning = asyncio.create_task(LengthRouter([late, empty]).learn())
+    await asyncio.sleep(0.05)
+    assert not learning.done()
+    late.client.is_up = True
+    # a call to the other would start a replica of it
+    await asyncio.wait_for(learning, 5)
 
 
 async def test_a_pool_that_may_be_empty_need_not_answer() -> None:
