@@ -40,8 +40,8 @@ class Launch:
     def compile(self) -> None:
         """Compile what these arguments need, unless it is there, and make it ready to be launched."""
         compiled = self.kernel.run(*self.args, grid=(1,), warmup=True, **self.options)
-        # Triton loads a kernel, and has a C compiler make its launcher, when it is first asked for this
-        assert compiled.run is not None
+        # Triton loads a kernel, and has a C compiler make its launcher, when it is first asked for it
+        _ = compiled.run
 
     @property
     def variant(self) -> tuple[object, ...]:

@@ -34,12 +34,12 @@ class LaunchTape:
 
     Good as long as nothing but the layer changes: the same inputs, the same step. What the launches work on
     is kept in memory. The function must launch Triton kernels alone, since nothing else is noted, and read
-    nothing of the layer but numbers that are alike in all layers, and `tensors`.
+    nothing of the layer but numbers that are alike in all layers, and tensors at `addresses`.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """tensors: those of the layer itself; several may begin at one address, if they do in each layer."""
-        self._numbers = {x.data_ptr(): number for number, x in enumerate(tensors)}
+    def __init__(self, addresses: Sequence[int]) -> None:
+        """addresses: of the layer's own tensors; several may begin at one, if they do in each layer."""
+        self._numbers = {address: number for number, address in enumerate(addresses)}
         self._launches: list[_Launch] = []
         self._kept: list[object] = []
 
@@ -63,7 +63,7 @@ class LaunchTape:
                 JITFunction.run = original  # type: ignore[method-assign]
 
     def play(self, addresses: Sequence[int]) -> None:
-        """The same launches, on the current stream, for a layer whose `tensors` are at these addresses."""
+        """The same launches, on the current stream, for a layer whose own tensors are at these addresses."""
         active = driver.active
         stream = active.get_current_stream(active.get_current_device())
         for launch in self._launches:

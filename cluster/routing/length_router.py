@@ -93,6 +93,16 @@ class RoutedPool:
         return pause
 
 
+async def _learn(pool: RoutedPool) -> None:
+    while True:
+        try:
+            await pool.client.info()
+            return
+        except PoolError as error:
+            logger.debug("pool %s has not said what it is yet: %s", pool.spec.name, error)
+            await asyncio.sleep(_LEARN_S)
+
+
 class LengthRouter:
     """Routes over pools and admits.
 
@@ -123,14 +133,7 @@ class LengthRouter:
 
         Who knows them before the first request comes need not ask amid a replica's replacement.
         """
-        for pool in self._lasting:
-            while True:
-                try:
-                    await pool.client.info()
-                    break
-                except PoolError as error:
-                    logger.debug("pool %s has not said what it is yet: %s", pool.spec.name, error)
-                    await asyncio.sleep(_LEARN_S)
+        await asyncio.gather(*(_learn(pool) for pool in self._lasting))
 
     async def ready(self) -> bool:
         """Whether every pool that always has a replica has answered a prompt."""

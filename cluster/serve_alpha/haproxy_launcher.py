@@ -10,13 +10,14 @@ the real one. Knows how Serve 2.60 writes the file, and refuses one that looks d
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _SIDE_DOORS = ("frontend prometheus", "listen stats")
 _SECTION = re.compile(r"^(?=(?:global|defaults|frontend|backend|listen)\b)", re.MULTILINE)
 _FRONTEND = re.compile(r"^frontend http_frontend\n", re.MULTILINE)
 _GLOBAL = re.compile(r"^global\n", re.MULTILINE)
+_FRONTENDS = "frontends named http_frontend"
 _MAX_ACCEPT = 256
 # `errors.ingress_failed` as bytes; importing it would keep HAProxy waiting for half a second
 UNAVAILABLE = (
@@ -45,10 +46,7 @@ def close_side_doors(config: str) -> str:
     kept = [section for section in sections if _title(section) not in _SIDE_DOORS]
     if len(sections) - len(kept) != len(_SIDE_DOORS):
         raise ValueError(f"HAProxy's configuration has not exactly one each of {', '.join(_SIDE_DOORS)}")
-    closed, changes = _ADMIN_SOCKET.subn(r"\1 600", "".join(kept))
-    if changes != 1:
-        raise ValueError(f"HAProxy's configuration has {changes} admin sockets of mode 666, 1 is expected")
-    return closed
+    return _rewrite("".join(kept), _ADMIN_SOCKET, r"\1 600", "admin sockets of mode 666")
 
 
 def pass_clients_on(config: str) -> str:
@@ -59,12 +57,7 @@ def pass_clients_on(config: str) -> str:
     Raises:
         ValueError: the frontend is not where Serve 2.60 puts it.
     """
-    passing, changes = _FRONTEND.subn(r"\g<0>    option forwardfor\n", config)
-    if changes != 1:
-        raise ValueError(
-            f"HAProxy's configuration has {changes} frontends named http_frontend, 1 is expected"
-        )
-    return passing
+    return _rewrite(config, _FRONTEND, r"\g<0>    option forwardfor\n", _FRONTENDS)
 
 
 def accept_at_once(config: str) -> str:
@@ -76,10 +69,7 @@ def accept_at_once(config: str) -> str:
     Raises:
         ValueError: the global section is not where Serve 2.60 puts it.
     """
-    accepting, changes = _GLOBAL.subn(rf"\g<0>    tune.maxaccept {_MAX_ACCEPT}\n", config)
-    if changes != 1:
-        raise ValueError(f"HAProxy's configuration has {changes} global sections, 1 is expected")
-    return accepting
+    return _rewrite(config, _GLOBAL, rf"\g<0>    tune.maxaccept {_MAX_ACCEPT}\n", "global sections")
 
 
 def keep_requests(config: str) -> str:
@@ -90,12 +80,7 @@ def keep_requests(config: str) -> str:
     Raises:
         ValueError: the frontend is not where Serve 2.60 puts it.
     """
-    keeping, changes = _FRONTEND.subn(r"\g<0>    option http-buffer-request\n", config)
-    if changes != 1:
-        raise ValueError(
-            f"HAProxy's configuration has {changes} frontends named http_frontend, 1 is expected"
-        )
-    return keeping
+    return _rewrite(config, _FRONTEND, r"\g<0>    option http-buffer-request\n", _FRONTENDS)
 
 
 def hand_on(config: str, most: int) -> str:
@@ -104,9 +89,8 @@ def hand_on(config: str, most: int) -> str:
     Raises:
         ValueError: timeouts are not where Serve 2.60 puts them.
     """
-    waiting, changes = _CONNECT_TIMEOUT.subn(rf"\g<0>\n    timeout queue {_QUEUE_TIMEOUT_S}s", config)
-    if changes != 1:
-        raise ValueError(f"HAProxy's configuration has {changes} timeouts for connecting, 1 is expected")
+    timeout = rf"\g<0>\n    timeout queue {_QUEUE_TIMEOUT_S}s"
+    waiting = _rewrite(config, _CONNECT_TIMEOUT, timeout, "timeouts for connecting")
     # there are none before Serve has replicas
     return _INGRESS_REPLICA.sub(rf"\g<0> maxconn {most}", waiting)
 
@@ -117,10 +101,8 @@ def answer_with(config: str, error_file: Path) -> str:
     Raises:
         ValueError: the errors are not where Serve 2.60 puts them.
     """
-    answering, changes = _ERROR_FILE.subn(lambda line: f"{line[1]} {error_file}", config)
-    if changes != 3:
-        raise ValueError(f"HAProxy's configuration has {changes} files for errors 502 to 504, 3 are expected")
-    return answering
+    what = "files for errors 502 to 504"
+    return _rewrite(config, _ERROR_FILE, lambda line: f"{line[1]} {error_file}", what, expected=3)
 
 
 def rewritten(config: str, error_file: Path, most: int | None) -> str:
@@ -131,6 +113,21 @@ def rewritten(config: str, error_file: Path, most: int | None) -> str:
     closed = pass_clients_on(close_side_doors(config))
     ours = answer_with(keep_requests(accept_at_once(closed)), error_file)
     return ours if most is None else hand_on(ours, most)
+
+
+def _rewrite(
+    config: str,
+    pattern: re.Pattern[str],
+    replacement: str | Callable[[re.Match[str]], str],
+    what: str,
+    expected: int = 1,
+) -> str:
+    """Raises ValueError, naming `what`, unless the pattern is there as often as is expected."""
+    changed, changes = pattern.subn(replacement, config)
+    if changes != expected:
+        are = "is" if expected == 1 else "are"
+        raise ValueError(f"HAProxy's configuration has {changes} {what}, {expected} {are} expected")
+    return changed
 
 
 def _title(section: str) -> str:

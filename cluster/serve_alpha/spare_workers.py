@@ -32,6 +32,10 @@ _KEPT_S = 24 * 3600
 logger = logging.getLogger(__name__)
 
 
+class NoSuchCallError(RuntimeError):
+    """This Ray's raylets start no processes for nobody."""
+
+
 @dataclass(frozen=True)
 class SpareWorkersOptions:
     """How many spare processes there are to be, and where."""
@@ -77,7 +81,7 @@ class SpareWorkers:
                 continue
             try:
                 await asyncio.to_thread(self.fill)
-            except NotImplementedError as error:
+            except NoSuchCallError as error:
                 logger.warning("there will be no spare processes: %s", error)
                 return
             except RayError as error:
@@ -87,7 +91,7 @@ class SpareWorkers:
         """Ask for what is missing now.
 
         Raises:
-            NotImplementedError: the raylets have no such calls.
+            NoSuchCallError: the raylets have no such calls.
             RayError: the nodes are not known.
         """
         for raylet in raylets(ray.nodes(), self._options):
@@ -97,7 +101,7 @@ class SpareWorkers:
                 # a node that has just gone, most likely
                 logger.info("node %s was not asked for spare processes: %s", raylet.node_id, error.code())
                 if error.code() == grpc.StatusCode.UNIMPLEMENTED:
-                    raise NotImplementedError(f"Ray {ray.__version__} cannot start them") from error
+                    raise NoSuchCallError(f"Ray {ray.__version__} cannot start them") from error
 
     def _fill(self, raylet: Raylet) -> None:
         count = len(spare_processes(raylet.address))

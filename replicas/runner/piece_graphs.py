@@ -197,7 +197,7 @@ class PieceGraphs:
     def _recorded(self, meeting: _Meeting, bucket: int, count: int, step: StepContext) -> "LaunchTape":
         from hybridserve.kernels.launch_tape import LaunchTape
 
-        tape = LaunchTape(meeting.mixer.own_tensors(meeting.cache))
+        tape = LaunchTape(meeting.addresses)
         with tape.recording():
             self._meet(meeting, bucket, count, step)
         return tape

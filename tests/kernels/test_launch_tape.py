@@ -54,7 +54,7 @@ def test_addresses_of_the_layer_are_exchanged_and_nothing_else(compiled):
     x, out, table = torch.zeros(8), torch.zeros(8), torch.zeros(4)
     first, second, third = ((torch.zeros(4), torch.zeros(16)) for _ in range(3))
     original = jit.JITFunction.run
-    tape = LaunchTape(first)
+    tape = LaunchTape([one.data_ptr() for one in first])
     with tape.recording():
         kernel[(5,)](x, first[0], first[1], out, 8, 0.5, None, BLOCK=64, num_warps=4)
         kernel[(7, 2)](
@@ -78,7 +78,7 @@ def test_what_the_launches_work_on_lives_as_long_as_the_tape(compiled):
 
     weight, temporary = torch.zeros(4), torch.zeros(8)
     seen = weakref.ref(temporary)
-    tape = LaunchTape([weight])
+    tape = LaunchTape([weight.data_ptr()])
     with tape.recording():
         kernel[(1,)](temporary, weight, weight, temporary, 8, 0.5, None, BLOCK=64)
     del temporary
@@ -88,7 +88,7 @@ def test_what_the_launches_work_on_lives_as_long_as_the_tape(compiled):
 
 
 def test_an_error_ends_the_recording(compiled):
-    original, tape = jit.JITFunction.run, LaunchTape([torch.zeros(4)])
+    original, tape = jit.JITFunction.run, LaunchTape([0])
     with pytest.raises(RuntimeError, match="no"), tape.recording():
         raise RuntimeError("no")
     assert jit.JITFunction.run is original
@@ -98,14 +98,14 @@ def test_a_descriptor_of_the_layers_own_memory_is_refused(compiled):
     """Its address is inside, where none would be exchanged."""
     weight = torch.zeros(64, 64)
     described = TensorDescriptor(weight, [64, 64], [64, 1], [16, 16])
-    tape = LaunchTape([weight])
+    tape = LaunchTape([weight.data_ptr()])
     with tape.recording(), pytest.raises(AssertionError, match="descriptor"):
         kernel[(1,)](described, weight, weight, weight, 8, 0.5, None, BLOCK=64)
 
 
 def test_what_another_thread_launches_is_not_noted(compiled):
     weight, x = torch.zeros(4), torch.zeros(8)
-    tape = LaunchTape([weight])
+    tape = LaunchTape([weight.data_ptr()])
 
     def launch():
         kernel[(9,)](x, weight, weight, x, 8, 0.5, None, BLOCK=64)
