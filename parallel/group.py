@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hybridserve.parallel.peer_memory import PeerAllReduce, open_peers
+from hybridserve.parallel.peer_sums import PeerAllReduce, open_peers
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def connect(
     The group is not registered as torch's default one: two replicas' groups can live in one process. gloo
     listens on `address`, by default on what the host's name resolves to. timeout_s: None for the backend's of
     `TIMEOUT_S`. With nccl the current device is the rank's, and ranks that reach each other's memory share
-    some (see `peer_memory`), unless the environment has NCCL_P2P_DISABLE=1.
+    some (see `peer_sums`), unless the environment has NCCL_P2P_DISABLE=1.
 
     Raises:
         ValueError: `backend` is neither gloo nor nccl, or `rank` is not in [0, size).

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hybridserve.parallel.comm_benchmark.formulas import wire_factor
 from hybridserve.parallel.group import TensorParallelGroup
-from hybridserve.parallel.peer_memory import Norm, PeerAllReduce
+from hybridserve.parallel.peer_sums import Norm, PeerAllReduce
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hybridserve.kernels.linear import linear, linear_silu_and_mul
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.heads import HeadShard, divide
 from hybridserve.parallel.layers.layer import Layer
-from hybridserve.parallel.peer_memory import Norm
+from hybridserve.parallel.peer_sums import Norm
 from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, even, head_ranges, whole
 
 

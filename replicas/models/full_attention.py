@@ -8,7 +8,7 @@ from hybridserve.kernels.rotary import qk_norm_rope_write
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.layers.linear import QKVParallelLinear, RowParallelLinear
-from hybridserve.parallel.peer_memory import Norm
+from hybridserve.parallel.peer_sums import Norm
 from hybridserve.parallel.weights.parameter import Cut, head_ranges
 from hybridserve.replicas.models.batch import KVCache
 from hybridserve.replicas.models.norm import ZeroCentredRMSNorm

@@ -18,7 +18,7 @@ from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.heads import HeadShard
 from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.layers.linear import FusedColumnLinear, RowParallelLinear
-from hybridserve.parallel.peer_memory import Norm
+from hybridserve.parallel.peer_sums import Norm
 from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, head_ranges, joined_ranges
 from hybridserve.replicas.models.batch import StateCache
 from hybridserve.replicas.models.norm import GatedRMSNorm, PartialGatedRMSNorm

@@ -6,7 +6,7 @@ from hybridserve.kernels.linear import linear
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.layers.linear import GateUpLinear, RowParallelLinear
-from hybridserve.parallel.peer_memory import Norm
+from hybridserve.parallel.peer_sums import Norm
 from hybridserve.parallel.weights.parameter import even
 
 

@@ -9,7 +9,7 @@ from hybridserve.kernels.moe import moe_experts, moe_route
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.heads import divide
 from hybridserve.parallel.layers.layer import Layer
-from hybridserve.parallel.peer_memory import Norm
+from hybridserve.parallel.peer_sums import Norm
 from hybridserve.parallel.weights.grouped import GroupedParameter
 from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, even, whole
 from hybridserve.replicas.models.mlp import GatedMLP

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hybridserve.parallel.group import TensorParallelGroup
-from hybridserve.parallel.peer_memory import Norm
+from hybridserve.parallel.peer_sums import Norm
 from hybridserve.replicas.models.config import load_model_config
 from hybridserve.replicas.models.registry import load_model
 from hybridserve.replicas.models.sharding import shard_config, with_splits
