@@ -10,7 +10,7 @@ from hybridserve.parallel.comm_benchmark.timing import capture
 from hybridserve.parallel.group import TensorParallelGroup, connect
 
 SHAPES = ((1, 4096), (3, 5120), (64, 2048), (100, 4096), (7, 1001), (300, 4096), (32, 4096))
-"""Between 2 ranks, in bf16, (100, 4096) and (300, 4096) are read from the other; the rest is written to it."""
+"""Between 2 ranks, in bf16, (100, 4096) and (300, 4096) are read from the other; the rest is written."""
 
 
 class Norm(NamedTuple):
@@ -67,7 +67,7 @@ def sums(group: TensorParallelGroup, store: str, dtype: str) -> list[torch.Tenso
 
 
 def graphs(group: TensorParallelGroup, store: str) -> torch.Tensor:
-    """Sums in a graph, written to peers, read from them, by NCCL, and written; replayed often, with eager sums
+    """Sums in a graph, written to peers, read, by NCCL, and written again; replayed often, with eager sums
     in between."""
     gpus = on_gpu(group, store)
     x = torch.zeros(4, 2048, device="cuda")
