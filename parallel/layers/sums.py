@@ -13,7 +13,13 @@ import torch.distributed as dist
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.peer_sums import Norm
 
-Part = Callable[[torch.Tensor | None], torch.Tensor]
+MIN_TOKENS = 2048
+"""Of a step that is worth being run in two parts, one's sums under way while the other is computed. With fewer
+rows every weight would be read twice for little."""
+ROW_STEP = 256
+"""The first part is a multiple where there are so many rows: products are fastest then."""
+
+Summand = Callable[[torch.Tensor | None], torch.Tensor]
 """Makes a rank's part of a sum, [T, width], and adds to it the tensor of that shape, if it is given one."""
 
 
@@ -24,8 +30,15 @@ class BegunSum(Protocol):
         """(the sum of all parts and the residual, its norm). Sums end in the order in which they began."""
 
 
+def two_parts(num_tokens: int) -> tuple[slice, slice]:
+    """The rows of a step's two parts, of which the first is the larger one."""
+    half = -(-num_tokens // 2)
+    first = -(-half // ROW_STEP) * ROW_STEP if num_tokens >= 2 * ROW_STEP else half
+    return slice(0, first), slice(first, num_tokens)
+
+
 def sum_and_norm(
-    group: TensorParallelGroup, part: Part, residual: torch.Tensor, norm: Norm
+    group: TensorParallelGroup, part: Summand, residual: torch.Tensor, norm: Norm
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """residual: [T, width], the same on all ranks. Returns (the sum of all parts and the residual, its norm).
 
@@ -37,7 +50,7 @@ def sum_and_norm(
     return y, norm(y)
 
 
-def begin_sum(group: TensorParallelGroup, part: Part, residual: torch.Tensor) -> BegunSum:
+def begin_sum(group: TensorParallelGroup, part: Summand, residual: torch.Tensor) -> BegunSum:
     """As `sum_and_norm`, but what is begun here is ended later. No more than two may be under way."""
     exchange = group.exchange
     if exchange is not None and exchange.takes(*residual.shape, residual.dtype):

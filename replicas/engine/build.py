@@ -12,6 +12,7 @@ import torch
 
 from hybridserve.kernels.linear_attention.replay import REPLAY_WINDOW
 from hybridserve.parallel.group import SINGLE, TensorParallelGroup
+from hybridserve.parallel.layers.sums import MIN_TOKENS, two_parts
 from hybridserve.parallel.step_channel.board import Board, agree_on_least
 from hybridserve.parallel.step_channel.watch import RankFailure
 from hybridserve.replicas.arena.arena import Arena
@@ -25,7 +26,6 @@ from hybridserve.replicas.engine.ranks import RankProcesses, Ranks
 from hybridserve.replicas.engine.sharded_executor import BLAME_S, ShardedExecutor
 from hybridserve.replicas.engine.sizing import Capacity, describe_capacity, plan_capacity
 from hybridserve.replicas.engine.startup import StartupReport
-from hybridserve.replicas.models.overlap import MIN_TOKENS, first_rows
 from hybridserve.replicas.models.registry import build_model, fill_model
 from hybridserve.replicas.models.sharding import check_tp_size, shard_config
 from hybridserve.replicas.models.specs import ModelConfig
@@ -225,7 +225,7 @@ def overlapped_bytes(config: EngineConfig, model_config: ModelConfig, placement:
     tokens = config.max_num_batched_tokens or default_batched_tokens(placement.device)
     if tokens < MIN_TOKENS:
         return 0
-    return first_rows(tokens) * model_config.hidden_size * placement.dtype.itemsize
+    return two_parts(tokens)[0].stop * model_config.hidden_size * placement.dtype.itemsize
 
 
 def check_tensor_parallel_size(

@@ -9,7 +9,7 @@ from hybridserve.kernels.moe import moe_experts, moe_route
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.heads import divide
 from hybridserve.parallel.layers.layer import Layer
-from hybridserve.parallel.layers.sums import BegunSum, Part, begin_sum, sum_and_norm
+from hybridserve.parallel.layers.sums import BegunSum, Summand, begin_sum, sum_and_norm
 from hybridserve.parallel.peer_sums import Norm
 from hybridserve.parallel.weights.grouped import GroupedParameter
 from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, even, whole
@@ -83,7 +83,7 @@ class SparseMoE(Layer):
         """As `forward`, but what is begun here is ended later."""
         return begin_sum(self.group, self._part_of(x, positions), residual)
 
-    def _part_of(self, x: torch.Tensor, positions: torch.Tensor | None) -> Part:
+    def _part_of(self, x: torch.Tensor, positions: torch.Tensor | None) -> Summand:
         return lambda residual: self._own_part(x, residual, positions)
 
     def _own_part(

@@ -1,27 +1,17 @@
 """A step of many tokens on several ranks, in two parts in turn: one's sums travel while the other computes.
 
 But for what mixers do no token knows of another, so what lies between two mixers can be done for some rows
-and then for the others. Worth it where a part's products take longer than its sum; few rows would have every
-weight read twice for little.
+and then for the others. Worth it where a part's products take longer than its sum. Steps that graphs hold are
+not run so: their sums have no graph's form.
 """
 
 from collections.abc import Sequence
 
 import torch
 
+from hybridserve.parallel.layers.sums import two_parts
 from hybridserve.replicas.models.batch import LayerCache
 from hybridserve.replicas.models.step import StepContext
-
-MIN_TOKENS = 2048
-"""Of a step in two parts. Steps of fewer tokens are captured as graphs, which hold no such sums."""
-ROW_STEP = 256
-"""The first part is a multiple: products are fastest then."""
-
-
-def first_rows(num_tokens: int) -> int:
-    """Rows of the first part, the larger one, of a step of so many tokens."""
-    half = -(-num_tokens // 2)
-    return min(num_tokens, -(-half // ROW_STEP) * ROW_STEP)
 
 
 def forward_in_parts(
@@ -37,8 +27,7 @@ def forward_in_parts(
 
     h may be overwritten. Returns [T, hidden].
     """
-    first = first_rows(h.shape[0])
-    rows = (slice(0, first), slice(first, h.shape[0]))
+    rows = two_parts(h.shape[0])
     streams = [h[part] for part in rows]
     outputs: list[torch.Tensor] = []
     for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):

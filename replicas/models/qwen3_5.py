@@ -16,7 +16,7 @@ from hybridserve.kernels.rotary import rotary_cos_sin
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from hybridserve.parallel.layers.layer import Layer
-from hybridserve.parallel.layers.sums import BegunSum
+from hybridserve.parallel.layers.sums import MIN_TOKENS, BegunSum
 from hybridserve.parallel.vocabulary import VocabularyShard
 from hybridserve.replicas.models.batch import LayerCache, StepBatch
 from hybridserve.replicas.models.full_attention import FullAttention
@@ -24,7 +24,7 @@ from hybridserve.replicas.models.gated_delta_net import GatedDeltaNet
 from hybridserve.replicas.models.mlp import GatedMLP
 from hybridserve.replicas.models.moe import SparseMoE
 from hybridserve.replicas.models.norm import ZeroCentredRMSNorm
-from hybridserve.replicas.models.overlap import MIN_TOKENS, forward_in_parts
+from hybridserve.replicas.models.overlap import forward_in_parts
 from hybridserve.replicas.models.specs import FullAttentionSpec, LinearAttentionSpec, ModelConfig
 from hybridserve.replicas.models.step import StepContext, split_phases
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.peer_sums import Norm
-from hybridserve.replicas.models import overlap
 from hybridserve.replicas.models.config import load_model_config
 from hybridserve.replicas.models.registry import load_model
 from hybridserve.replicas.models.sharding import shard_config, with_splits
@@ -115,7 +114,6 @@ def generate_in_parts(
     group: TensorParallelGroup, folder: str, splits: tuple[str, str]
 ) -> tuple[torch.Tensor, list[list[int]]]:
     """As `generate`, every step of two tokens and more in two parts whose sums are begun and ended."""
-    overlap.ROW_STEP = 1
     return generate(group, folder, splits, overlaps_from=2)
 
 
