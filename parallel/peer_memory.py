@@ -42,6 +42,9 @@ class Driver(Protocol):
     def fill(self, address: int, value: int, num_bytes: int) -> None:
         """Write bytes at once, whatever runs on the device."""
 
+    def copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
+        """Queue a copy in a stream, given as CUDA's handle; from or to another process' memory, too."""
+
     def close(self, address: int) -> None:
         """Unmap another process' memory."""
 
@@ -149,6 +152,10 @@ class CudaDriver:
 
     def fill(self, address: int, value: int, num_bytes: int) -> None:
         self._call("cudaMemsetAsync", address, value, num_bytes, self._stream)
+
+    def copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
+        kind = self._cuda.cudaMemcpyKind.cudaMemcpyDefault
+        self._call("cudaMemcpyAsync", to, source, num_bytes, kind, stream)
 
     def close(self, address: int) -> None:
         self._call("cudaIpcCloseMemHandle", address)

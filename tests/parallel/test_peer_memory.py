@@ -53,6 +53,9 @@ class HostDriver:
             if start <= address < start + block.numel():
                 block[address - start :][:num_bytes] = value
 
+    def copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
+        ctypes.memmove(to, source, num_bytes)
+
     def close(self, address: int) -> None:
         self.opened.remove(address)
 
