@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from hybridserve.kernels.all_reduce.peers import MAX_PROGRAMS, PeerMemory
-from hybridserve.kernels.all_reduce.triton_peers import ALL, READ, WRITE, _let_the_next_one_start
+from hybridserve.kernels.all_reduce.triton_peers import ALL, READ, WRITE, launch_dependents_and_wait
 
 CLEARING = tl.constexpr((1 << 30) - 1)
 """Calls whose number has none of these bits, or the lowest alone, clear their half."""
@@ -92,7 +92,7 @@ def _low_latency_kernel(
     if HAS_NORM and READS:
         scales = tl.load(weight + cols, mask, other=0.0).to(tl.float32)
     if DEPENDENT:
-        _let_the_next_one_start()
+        launch_dependents_and_wait()
     call = tl.load(calls)
     if WRITES:
         call += 1

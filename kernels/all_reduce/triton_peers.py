@@ -56,9 +56,9 @@ def _barrier(signals, given_up, program, which, rank, call, WORLD: tl.constexpr,
 
 
 @triton.jit
-def _let_the_next_one_start():
-    """And wait for those ahead. All programs are running by then, so no other's can take their places, and
-    what comes behind may fetch its weights while ranks wait for each other."""
+def launch_dependents_and_wait():
+    """What comes behind may start once all programs have come here, and so can take none of their places: it
+    may fetch its weights while the ranks wait for each other. Returns when the kernel ahead has ended."""
     tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
 
@@ -107,7 +107,7 @@ def _one_shot_kernel(
         # as old as the model: needs no waiting for
         scales = tl.load(weight + cols, mask, other=0.0).to(tl.float32)
     if DEPENDENT:
-        _let_the_next_one_start()
+        launch_dependents_and_wait()
     call = _begin(calls, program, WRITES)
     start = (call & 1).to(tl.int64) * half_elements
     if WRITES:
@@ -163,7 +163,7 @@ def _two_shot_kernel(
     cols = tl.arange(0, BLOCK_D)
     mask = cols < D
     if DEPENDENT:
-        _let_the_next_one_start()
+        launch_dependents_and_wait()
     call = _begin(calls, program, WRITES)
     start = (call & 1).to(tl.int64) * half_elements
     dtype: tl.constexpr = total.dtype.element_ty
