@@ -15,7 +15,7 @@ from hybridserve.parallel.comm_benchmark.formulas import percentile
 from hybridserve.parallel.group import TensorParallelGroup
 
 Step = Callable[[], object]
-# before a replay, beside what the host takes to enqueue it: an eager call of NCCL alone takes it 100, and what
+# before a replay, beside what the host takes to enqueue it: an eager call of NCCL alone takes 100, and what
 # it lacks would be measured as the other rank's waiting
 _HEAD_START_US = 300
 _CYCLES_PER_US = 2000
