@@ -110,10 +110,12 @@ class PeerExchange:
         first = self._under_way.popleft()
         assert begun.call == first, f"sum {begun.call} is ended before {first}, which was begun earlier"
         x = begun.x
+        both = sum_parts(self.memory, self._number(begun.call), x, begun.residual, norm.weight, norm.eps)
         if begun.sent is not None:
-            # from here on x is no longer read by the copies, and may be let go of
+            # what is let go of from here on is no longer read by the copies; behind the sum, which would
+            # begin later for it
             torch.cuda.current_stream(x.device).wait_event(begun.sent)
-        return sum_parts(self.memory, self._number(begun.call), x, begun.residual, norm.weight, norm.eps)
+        return both
 
     def abort(self) -> None:
         """End the waiting for a rank that is gone, now and from now on; what sums return means nothing any

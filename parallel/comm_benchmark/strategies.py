@@ -72,8 +72,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def step(self, streams: Streams, wire: Wire) -> Streams:
-        """The layer on the second of `streams`. Returns the first with the layer's output added, and its
-        norm."""
+        """The layer on the second of `streams`. Returns the first, which may be overwritten, with the layer's
+        output added, and its norm."""
 
     @abstractmethod
     def kept_state(self) -> tuple[Part, torch.Tensor]:
@@ -92,7 +92,9 @@ class _Sharded(Strategy):
         self.norm = NextNorm(weights.next_norm, shape.eps)
 
     def project_out(self, mixed: torch.Tensor) -> Summand:
-        return lambda residual: linear(mixed, self.out_proj, residual=residual)
+        return lambda residual: linear(
+            mixed, self.out_proj, residual=residual, consume_residual=mixed.is_cuda
+        )
 
     def kept_state(self) -> tuple[Part, torch.Tensor]:
         return self.mixer.part, self.mixer.state

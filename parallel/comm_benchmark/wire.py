@@ -20,7 +20,7 @@ class Wire(Protocol):
     def sum_and_norm(
         self, part: Summand, residual: torch.Tensor, norm: Norm, label: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `layers.sums`; the residual is left as it is."""
+        """See `layers.sums`."""
         ...
 
     def begin_sum(self, part: Summand, residual: torch.Tensor, label: str) -> BegunSum: ...
