@@ -106,6 +106,12 @@ def _low_latency_kernel(
             sent = _bits(tl.load(x + at, mask, other=0.0), HALVES) | (number << 32)
             to = theirs + ((tl.full([], 0, tl.int64) + row) * WORDS + words)
             tl.store(to, tl.broadcast_to(sent[None, :], [LANES, BLOCK]), others)
+        # every program has read the number once all have told; the last one sets the next call's. Here, while
+        # the words are on their way
+        tl.debug_barrier()
+        if tl.atomic_add(calls + 1, 1, sem="acq_rel", scope="gpu") == step - 1:
+            tl.store(calls + 1, 0)
+            tl.store(calls, call)
     if READS:
         own = tl.multiple_of(mine + (half + peers * max_words.to(tl.int64)), [16, 16])
         for row in range(program, num_rows, step):
@@ -145,13 +151,6 @@ def _low_latency_kernel(
             for first in range(used + program * BLOCK, max_words, step * BLOCK):
                 beyond = (peers < WORLD) & (first + words < max_words)
                 tl.store(own + (first + words), tl.zeros([LANES, BLOCK], tl.int64), beyond)
-    if WRITES:
-        # every program has read the number once all have told; the last one sets the next call's. At the end:
-        # an atomic operation's answer takes as long as a word on its way
-        tl.debug_barrier()
-        if tl.atomic_add(calls + 1, 1, sem="acq_rel", scope="gpu") == step - 1:
-            tl.store(calls + 1, 0)
-            tl.store(calls, call)
 
 
 def low_latency_all_reduce(
