@@ -196,7 +196,8 @@ def low_latency_all_reduce(
         D=dim,
         BLOCK_D=block,
         WORLD=memory.world_size,
-        LANES=triton.next_power_of_2(memory.world_size),
+        # of a single lane Triton 3.6 cannot tell the alignment
+        LANES=max(2, triton.next_power_of_2(memory.world_size)),
         HALVES=size == 2,
         HAS_RESIDUAL=residual is not None,
         HAS_NORM=weight is not None,
