@@ -25,7 +25,9 @@ class MemoryFit:
     arena_bytes: int
     """Negative: what is missing for the weights."""
     longest: int
-    """Tokens of the longest sequence that the arena holds by itself."""
+    """Tokens of the longest sequence that the arena holds by itself, whatever the context is."""
+    context: int
+    """Tokens that a sequence may have: the model's, or `max_context_length`."""
     sequences: tuple[tuple[int, int], ...]
     """(tokens, how many sequences of that length fit at once)."""
     layout: ArenaLayout
@@ -115,6 +117,7 @@ def _fit(
         weight_bytes=footprint.weight_bytes,
         arena_bytes=arena_bytes,
         longest=longest_sequence(layout, num_extents),
+        context=context,
         sequences=tuple((length, sequences_that_fit(layout, num_extents, length)) for length in lengths),
         layout=layout,
     )

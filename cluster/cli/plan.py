@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hybridserve.cluster.plan import PoolPlan, plan_pools
+from hybridserve.cluster.plan import MemoryFit, PoolPlan, plan_pools
 from hybridserve.cluster.serve_file import read_settings
 from hybridserve.cluster.sizes import format_size, parse_size
 from hybridserve.replicas.models.config import load_model_config
@@ -51,7 +51,8 @@ def print_plan(config: Path, model: str | None = None, gpu_memory: str = _DEFAUL
     console = Console(width=None if Console().is_terminal else 160)
     console.print(f"{settings.model.served_name}: {shape.model_type}, {shape.num_layers} layers, on {device}")
     console.print(_pool_table(plans))
-    console.print(_memory_table(plans, gpu_bytes if device == "cuda" else None))
+    of_gpu = gpu_bytes if device == "cuda" else None
+    console.print(_memory_table(plans, of_gpu, settings.model.max_context_length))
     console.print(_sum(plans, settings.autoscaling.max_gpus))
 
 
@@ -77,7 +78,7 @@ def _bundle(bundle: dict[str, float]) -> str:
     return "{" + ", ".join(f"{name} {amount:g}" for name, amount in bundle.items()) + "}"
 
 
-def _memory_table(plans: list[PoolPlan], gpu_bytes: int | None) -> Table:
+def _memory_table(plans: list[PoolPlan], gpu_bytes: int | None, max_context_length: int | None) -> Table:
     of = "" if gpu_bytes is None else f" of {format_size(gpu_bytes)}"
     table = Table(title=f"memory of one shard{of}, before workspace", title_justify="left")
     for column in ("pool", "weights", "arena", "longest sequence", "sequences at once", "token budget"):
@@ -96,11 +97,19 @@ def _memory_table(plans: list[PoolPlan], gpu_bytes: int | None) -> Table:
                 one.spec.name,
                 format_size(fit.weight_bytes),
                 format_size(fit.arena_bytes),
-                f"{fit.longest:,} tokens",
+                _longest(fit, max_context_length),
                 many,
                 budget,
             )
     return table
+
+
+def _longest(fit: MemoryFit, asked: int | None) -> str:
+    """Of context and arena the smaller one, and which it is. asked: `max_context_length`."""
+    by = "arena" if fit.longest < fit.context else "context"
+    # an engine refuses a context that it was asked for and has no memory for
+    missed = " (too few for max_context_length)" if asked is not None and fit.longest < asked else ""
+    return f"{min(fit.longest, fit.context):,} tokens, by the {by}{missed}"
 
 
 def _sum(plans: list[PoolPlan], max_gpus: int | None) -> str:

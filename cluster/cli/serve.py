@@ -113,6 +113,7 @@ def read_serve_file(config: Path, port: int | None = None) -> ServeFile:
     http = dict(content.get("http_options") or {})
     if port is not None:
         http["port"] = port
+    _check_port(http.get("port", 8000))
     host = http.get("host", "127.0.0.1")
     listens_on = str(host)
     if http.get("ssl_certfile") and settings.ingress.proxy == "haproxy":
@@ -125,6 +126,12 @@ def read_serve_file(config: Path, port: int | None = None) -> ServeFile:
     scheme = "https" if http.get("ssl_certfile") else "http"
     url = f"{scheme}://{host}:{http.get('port', 8000)}{prefix}"
     return ServeFile({**content, "http_options": http}, settings, url, listens_on)
+
+
+def _check_port(port: object) -> None:
+    # 0 would be a port of the system's choice, which nobody is told
+    if isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= 65535:
+        raise ValueError(f"http_options.port must be a whole number from 1 to 65535, got {port!r}")
 
 
 def check_port_is_free(url: str) -> None:

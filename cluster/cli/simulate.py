@@ -84,6 +84,9 @@ def simulate(
         tables.check_plot(plot)
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device must be cuda or cpu, got {device!r}")
+    for name, value in (("replicas", replicas), ("short", short)):
+        if value is not None and sweep_cuts is None:
+            raise ValueError(f"{name} is read with --sweep-cuts only, got {value}")
     args = dict(read_application(config)[1].get("args", {}))
     settings = parse_settings(args)
     file = read_curve(curve)
@@ -107,7 +110,9 @@ def simulate(
     _say_steps(console, file, fitted)
     if sweep_cuts is not None:
         cuts = _lengths("sweep_cuts", sweep_cuts)
-        total = replicas or sum(spec.replicas.max for spec in settings.pool_specs())
+        total = replicas
+        if total is None:
+            total = sum(spec.replicas.max for spec in settings.pool_specs())
         swept = _sweep(console, args, fitted, given, load, cuts, total, short, floor, seed)
         if json_file is not None:
             json_file.write_text(json.dumps(asdict(swept), indent=1))
@@ -134,7 +139,7 @@ def _load(
     rng: random.Random,
 ) -> list[workload.Arrival]:
     rows = [shape.apply(row) for row in workload.read_trace(trace)]
-    count = num_requests or len(rows)
+    count = len(rows) if num_requests is None else num_requests
     if rate is None:
         return workload.at_trace_times(rows, count, time_scale)
     return workload.poisson(rows, count, rate, rng)

@@ -72,13 +72,15 @@ def sweep_cuts(
         on_way: is told of each as it is known.
 
     Raises:
-        ValueError: a cut or the number of replicas will not do.
+        ValueError: a cut, `short` or the number of replicas will not do.
     """
     if replicas < 2:
         raise ValueError(f"replicas must be at least 2 to be shared by two buckets, got {replicas}")
     if not cuts or min(cuts) < 1:
         raise ValueError(f"cuts must be positive lengths, got {list(cuts)}")
     short = min(cuts) if short is None else short
+    if short < 1:
+        raise ValueError(f"short must be a positive length, got {short}")
 
     def run(pools: list[dict[str, object]]) -> list[Outcome]:
         settings = AppSettings.model_validate(_with_pools(args, pools))

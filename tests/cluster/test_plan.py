@@ -45,6 +45,27 @@ def test_weights_that_do_not_fit_are_told(repo_root: Path, shape: str, capsys) -
     assert "missing" in capsys.readouterr().out
 
 
+def test_the_longest_sequence_is_the_smaller_of_context_and_arena(
+    repo_root: Path, demo_model: Path, tmp_path: Path, capsys
+) -> None:
+    print_plan(repo_root / "configs" / "demo-pools.yaml", str(demo_model))
+    out = capsys.readouterr().out
+    # the arena of 256 MiB would hold many times as much
+    assert out.count("2,048 tokens, by the context") == 2 and "by the arena" not in out
+
+    content = yaml.safe_load((repo_root / "configs" / "demo-pools.yaml").read_text())
+    args = content["applications"][0]["args"]
+    args["serving"]["cache_memory"] = "3MiB"
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(content))
+    settings, shape = read_settings(path), load_model_config(str(demo_model))
+    fit = plan_pools(settings, shape, "cpu", None)[0].fit
+    assert 0 < fit.longest < fit.context == 2048
+    print_plan(path, str(demo_model))
+    told = f"{fit.longest:,} tokens, by the arena (too few for max_context_length)"
+    assert capsys.readouterr().out.count(told) == 2
+
+
 def test_demo_pools_on_the_cpu(repo_root: Path, demo_model: Path, capsys) -> None:
     print_plan(repo_root / "configs" / "demo-pools.yaml", str(demo_model))
     out = capsys.readouterr().out

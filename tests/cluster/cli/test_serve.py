@@ -82,6 +82,9 @@ def test_errors_come_before_anything_is_started(write, tmp_path: Path) -> None:
         read_serve_file(write({"args": {"model": model, "serving": {"page_size": 24}}}))
     with pytest.raises(ValueError, match="args must be a mapping of keys to values, got .1."):
         read_serve_file(write({"args": [1]}))
+    for port in (0, 65536, "8000"):
+        with pytest.raises(ValueError, match=f"http_options.port must be a whole number .* got {port!r}"):
+            read_serve_file(write({}, http_options={"port": port}))
     with pytest.raises(ValueError, match=f"no application with import_path {BUILDER}"):
         read_serve_file(write({"import_path": "other:app"}))
     (tmp_path / "broken.yaml").write_text("a: [")

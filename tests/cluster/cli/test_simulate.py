@@ -47,6 +47,14 @@ def test_a_sweep(hybridserve, given: list[str], tmp_path: Path) -> None:
         (["--sweep-cuts", "a,b"], "sweep_cuts must be whole numbers like 512,1024, got 'a,b'"),
         (["--priority", "urgent"], "priority must be one of high, normal, low, got 'urgent'"),
         (["--plot", "figure.txt"], "plot must end in"),
+        (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
+        (["--replicas", "0"], "replicas is read with --sweep-cuts only, got 0"),
+        (["--short", "0"], "short is read with --sweep-cuts only, got 0"),
+        (
+            ["--sweep-cuts", "60", "--replicas", "0"],
+            "replicas must be at least 2 to be shared by two buckets, got 0",
+        ),
+        (["--sweep-cuts", "60", "--short", "0"], "short must be a positive length, got 0"),
     ],
 )
 def test_what_it_refuses(hybridserve, given: list[str], options: list[str], message: str) -> None:
