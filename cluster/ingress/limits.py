@@ -20,21 +20,40 @@ from hybridserve.cluster.routing.admission import Priority
 Report = Callable[[Exception], ApiError]
 Full = Callable[[Priority], PoolBusy | None]
 
-# Serve lets a client set its own deadline and switch off cancellation with these
-DROPPED_HEADERS = (b"x-request-timeout-seconds", b"x-request-disconnect-disabled")
+# Serve lets a client set its own deadline and switch off cancellation with these, and choose among models
+# that a replica would load on demand
+DROPPED_HEADERS = frozenset(
+    {b"x-request-timeout-seconds", b"x-request-disconnect-disabled", b"serve-multiplexed-model-id"}
+)
+# Serve decodes these before an application sees the request, and answers a bare 500 when it cannot
+DECODED_HEADERS = frozenset({b"x-request-id", b"x-session-id", b"traceparent", b"tracestate"})
 
 
 class DropHeaders:
-    """Removes headers that clients may not set."""
+    """Removes headers that clients may not set, and names of requests and sessions that are not UTF-8."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            kept = [(name, value) for name, value in scope["headers"] if name.lower() not in DROPPED_HEADERS]
+            kept = [(name, value) for name, value in scope["headers"] if not self._drops(name, value)]
             scope = {**scope, "headers": kept}
         await self._app(scope, receive, send)
+
+    @staticmethod
+    def _drops(name: bytes, value: bytes) -> bool:
+        # Serve takes an underscore for a hyphen
+        name = name.lower().replace(b"_", b"-")
+        return name in DROPPED_HEADERS or (name in DECODED_HEADERS and not _is_utf8(value))
+
+
+def _is_utf8(value: bytes) -> bool:
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 # of a whole body: one that comes slower holds a place that others could have

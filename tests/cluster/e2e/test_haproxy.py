@@ -129,6 +129,12 @@ def test_a_client_cannot_set_a_timeout(server) -> None:
         assert [line for line in response.iter_lines() if line][-1] == "data: [DONE]"
 
 
+def test_a_request_id_that_is_not_utf8_is_replaced(server) -> None:
+    answer = httpx.get(f"{server.url}/v1/models", headers={"x-request-id": b"caf\xe9"}, timeout=30)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-request-id"].isascii()
+
+
 def test_a_body_of_the_largest_size_reaches_the_ingress_and_a_larger_one_is_refused_by_it(server) -> None:
     head, tail = b'{"model": "demo", "max_tokens": 1, "prompt": "', b'"}'
     largest = head + b"x" * (8 * 2**20 - len(head) - len(tail)) + tail

@@ -163,10 +163,26 @@ def test_headers_that_steer_serve_are_dropped():
     headers = [
         (b"X-Request-Timeout-Seconds", b"1"),
         (b"x-request-disconnect-disabled", b"1"),
+        (b"serve_multiplexed_model_id", b"other"),
         (b"accept", b"*/*"),
     ]
     asyncio.run(DropHeaders(app)({"type": "http", "headers": headers}, None, None))
     assert seen["headers"] == [(b"accept", b"*/*")]
+
+
+@pytest.mark.parametrize(
+    "name", [b"x-request-id", b"X-Session-Id", b"x_session_id", b"traceparent", b"tracestate"]
+)
+def test_headers_that_serve_cannot_decode_are_dropped(name: bytes):
+    seen = {}
+
+    async def app(scope, receive, send):
+        seen.update(scope)
+
+    # a value of another header may be any bytes
+    kept = [(name, b"caf\xc3\xa9"), (b"x-name", b"caf\xe9")]
+    asyncio.run(DropHeaders(app)({"type": "http", "headers": [*kept, (name, b"caf\xe9")]}, None, None))
+    assert seen["headers"] == kept
 
 
 @pytest.mark.parametrize(
