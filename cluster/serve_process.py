@@ -27,7 +27,8 @@ class ServeProcess:
     """Runs `serve_run` of the YAML by this same Python, from `with` to its end.
 
     Inside the `with`, SIGINT, SIGTERM and SIGHUP (a terminal that closes) to this process are the child's
-    SIGINT, upon which it ends what is in flight and shuts Serve down; a second one makes it do so at once.
+    SIGINT, upon which it ends what is in flight and shuts Serve down; a second one (but for
+    SIGHUP) has it kill what it started.
 
     Args:
         config: the YAML.
@@ -51,6 +52,7 @@ class ServeProcess:
         self._last_error = ""
         self._failed_at: float | None = None
         self._handlers: dict[int, signal._HANDLER] = {}
+        self._interrupted = False
 
     def __enter__(self) -> "ServeProcess":
         # before the child is born: a shell starts background jobs with SIGINT ignored, and a child that
@@ -74,7 +76,9 @@ class ServeProcess:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.interrupt()
+        if not self._interrupted:
+            # once more would not let it end by itself
+            self.interrupt()
         self.wait()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -93,6 +97,7 @@ class ServeProcess:
 
     def interrupt(self) -> None:
         """Ask it to shut down, as Ctrl-C does."""
+        self._interrupted = True
         if self.exit_code is None:
             self._process.send_signal(signal.SIGINT)
 
@@ -102,7 +107,9 @@ class ServeProcess:
         return code
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        self.interrupt()
+        # a shell whose terminal closes sends it again: that is no wish to stop at once
+        if number != signal.SIGHUP or not self._interrupted:
+            self.interrupt()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -2,20 +2,25 @@
 
 Serve's own ends its proxies first, and with them every answer in progress. Here, at SIGINT, the ingress
 replicas are told first: they refuse what is new, let what is there go on for a while, and then end it with an
-error that clients understand. A second SIGINT stops at once.
+error that clients understand. A second SIGINT kills what this process started: Serve's own end takes seconds.
 """
 
 import argparse
 import asyncio
 import signal
 import sys
+import threading
 from pathlib import Path
 
+import ray
 from ray import serve
 from ray.serve import scripts
+from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ReplicaState
 
 from hybridserve.cluster.ingress.deployment import INGRESS_NAME
+from hybridserve.cluster.interrupts import Interrupts
 from hybridserve.cluster.serve_alpha.broadcast import AllReplicas
 from hybridserve.cluster.serve_file import read_application
 
@@ -23,6 +28,8 @@ from hybridserve.cluster.serve_file import read_application
 _ANSWER_S = 10.0
 # what was told last is on its way through the proxies
 _FLUSH_S = 0.5
+# a message to a controller that is there takes milliseconds
+_TELL_S = 2.0
 
 
 def ingress_runs(app_name: str) -> bool:
@@ -44,7 +51,7 @@ async def drain(app_name: str, limit_s: float) -> None:
 
 
 async def end(app_name: str, limit_s: float) -> None:
-    """Shut Serve down once what is in flight has ended; at once without a limit, or when cancelled."""
+    """Shut Serve down once what is in flight has ended; without a limit, now."""
     try:
         if limit_s and ingress_runs(app_name):
             await drain(app_name, limit_s)
@@ -53,18 +60,39 @@ async def end(app_name: str, limit_s: float) -> None:
         await serve.shutdown_async()
 
 
+def at_once(own_cluster: bool) -> None:
+    """What is left to say, and to do where the cluster is not this process' own and lives on."""
+    _say("stopped at once")
+    if not own_cluster and ray.is_initialized():
+        # this one may be amid a call of Ray's
+        thread = threading.Thread(target=_tell_serve_to_end, daemon=True)
+        thread.start()
+        thread.join(2 * _TELL_S)
+
+
+def _tell_serve_to_end() -> None:
+    """It ends by itself then, whether this process lives or not."""
+    try:
+        client = _get_global_client()
+    except RayServeException:
+        # it has ended already
+        return
+    ray.wait([client._controller.graceful_shutdown.remote(wait=False)], timeout=_TELL_S)
+
+
 def _say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 def main() -> None:
-    """Ends with Serve's exit code where it could not start, else with 0."""
+    """Ends with Serve's exit code where it could not start, with 130 at a second SIGINT, else with 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--drain-s", type=float, required=True)
     args = parser.parse_args()
     _, application = read_application(args.config)
+    Interrupts(at_once)
     try:
         # shuts down by itself, and exits, when it is interrupted or fails
         scripts.cli.main(["run", "--non-blocking", str(args.config)], standalone_mode=False)
@@ -72,10 +100,7 @@ def main() -> None:
             signal.pause()
     except KeyboardInterrupt:
         pass
-    try:
-        asyncio.run(end(str(application.get("name", "default")), args.drain_s))
-    except KeyboardInterrupt:
-        _say("stopped at once")
+    asyncio.run(end(str(application.get("name", "default")), args.drain_s))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 import asyncio
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -22,7 +24,8 @@ FLOOD = 40
 def pooled(server, new_server) -> Iterator:
     """Two engines want the cores that another server would keep."""
     server.stop()
-    one = new_server([sys.executable, "-m", "ray.serve.scripts", "run"], server.port, "demo-pools.yaml")
+    command = [str(Path(sys.executable).parent / "hybridserve"), "serve", "--drain-s", "60"]
+    one = new_server(command, server.port, "demo-pools.yaml")
     one.start()
     yield one
     one.stop()
@@ -67,6 +70,14 @@ def test_an_unknown_priority_is_refused(pooled) -> None:
     assert error["param"] == "x-hybridserve-priority" and "'urgent'" in error["message"]
 
 
+@pytest.mark.parametrize("name", ["x-request-id", "x-session-id", "serve_multiplexed_model_id"])
+def test_a_header_that_serve_cannot_decode(pooled, name: str) -> None:
+    """The request is answered under a name of the server's own."""
+    answer = httpx.get(f"{pooled.url}/v1/models", headers={name: b"caf\xe9"}, timeout=30)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-request-id"].isascii()
+
+
 def test_a_flood_is_told_why_and_when_to_come_back(pooled) -> None:
     before = pools(pooled)["long"]
 
@@ -102,3 +113,21 @@ def test_a_flood_is_told_why_and_when_to_come_back(pooled) -> None:
     # never the reverse: the short pool stayed out of it
     assert pools(pooled)["short"]["decisions"]["borrowed"] == 0
     assert after["budget"]["outstanding_tokens"] == after["in_flight_here"] == 0
+
+
+def test_a_second_interrupt_ends_all_processes_at_once(pooled) -> None:
+    """The last test: it ends the server, long before its answer or the 60 s that this might have gone on."""
+    body = {"prompt": SHORT, "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{pooled.url}/v1/completions", json=body, timeout=60) as stream:
+        assert next(stream.iter_lines())
+        # what was started is kept, so that `stop` fails when something of it is left
+        assert len(pooled.pids()) > 5
+        pooled.interrupt()
+        deadline = time.monotonic() + 30
+        while "stopping: new requests are refused" not in pooled.log.read_text():
+            assert time.monotonic() < deadline, pooled.tail()
+            time.sleep(0.05)
+        pooled.interrupt()
+        assert pooled.wait_for_end() == 130
+    said = pooled.log.read_text().partition("stopping: new requests")[2]
+    assert said.rstrip().endswith("stopped at once") and "Traceback" not in said, said

@@ -1,0 +1,83 @@
+"""A process' interrupts: the first one is Python's own, a second one ends all that it has started, at once.
+
+Knows nothing of what has been started, or of how it would end by itself.
+"""
+
+import os
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit status by which shells know a process that SIGINT ended."""
+# memory of a killed process takes the kernel a while; its port is free then, too
+_GONE_S = 5.0
+
+
+class Interrupts:
+    """SIGINT's handler from now on, for a process' main thread.
+
+    The first one raises KeyboardInterrupt. The next one kills the process' descendants, whatever it and they
+    are doing, and ends the process with status `INTERRUPTED`; nothing of it is unwound, so nothing is said.
+
+    Args:
+        after: called when that is done, before the process ends, with whether there were descendants.
+    """
+
+    def __init__(self, after: Callable[[bool], None]) -> None:
+        self._after = after
+        self._came = False
+        signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._came:
+            self._came = True
+            raise KeyboardInterrupt
+        try:
+            started = descendants(os.getpid())
+            kill(started)
+            self._after(bool(started))
+        finally:
+            os._exit(INTERRUPTED)
+
+
+def descendants(root: int) -> list[int]:
+    """Processes that `root` started, and theirs, unless they have ended; parents before their children."""
+    children = defaultdict(list)
+    for pid, parent in _processes():
+        children[parent].append(pid)
+    found = [root]
+    for pid in found:
+        found += children[pid]
+    return found[1:]
+
+
+def kill(pids: list[int]) -> None:
+    """Kill processes in this order, and see them gone."""
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            # its parent's end was its own
+            continue
+    deadline = time.monotonic() + _GONE_S
+    while time.monotonic() < deadline and {pid for pid, _ in _processes()} & set(pids):
+        time.sleep(0.01)
+
+
+def _processes() -> Iterator[tuple[int, int]]:
+    """(pid, parent's pid) of every process that is no zombie."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text(errors="replace")
+            except OSError:
+                # it has ended since the folder was listed
+                continue
+            # the name in brackets may hold anything; what follows it is plain
+            state, parent, *_ = stat.rpartition(")")[2].split()
+            if state != "Z":
+                yield int(entry.name), int(parent)
