@@ -24,11 +24,11 @@ class Interrupts:
     are doing, and ends the process with status `INTERRUPTED`; nothing of it is unwound, so nothing is said.
 
     Args:
-        after: called when that is done, before the process ends, with whether there were descendants.
+        before: called first of all, at the second one, with whether there are descendants.
     """
 
-    def __init__(self, after: Callable[[bool], None]) -> None:
-        self._after = after
+    def __init__(self, before: Callable[[bool], None]) -> None:
+        self._before = before
         self._came = False
         signal.signal(signal.SIGINT, self._handle)
 
@@ -36,12 +36,15 @@ class Interrupts:
         if not self._came:
             self._came = True
             raise KeyboardInterrupt
+        started = descendants(os.getpid())
         try:
-            started = descendants(os.getpid())
-            kill(started)
-            self._after(bool(started))
+            self._before(bool(started))
         finally:
-            os._exit(INTERRUPTED)
+            try:
+                _hush()
+                kill(started)
+            finally:
+                os._exit(INTERRUPTED)
 
 
 def descendants(root: int) -> list[int]:
@@ -66,6 +69,13 @@ def kill(pids: list[int]) -> None:
     deadline = time.monotonic() + _GONE_S
     while time.monotonic() < deadline and {pid for pid, _ in _processes()} & set(pids):
         time.sleep(0.01)
+
+
+def _hush() -> None:
+    """Nothing of this process is heard any more: a library's threads would tell of each process that goes."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
 
 
 def _processes() -> Iterator[tuple[int, int]]:

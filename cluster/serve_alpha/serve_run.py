@@ -12,6 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
+import click
 import ray
 from ray import serve
 from ray.serve import scripts
@@ -61,7 +62,7 @@ async def end(app_name: str, limit_s: float) -> None:
 
 
 def at_once(own_cluster: bool) -> None:
-    """What is left to say, and to do where the cluster is not this process' own and lives on."""
+    """What is to be said, and to be done where the cluster is not this process' own and lives on."""
     _say("stopped at once")
     if not own_cluster and ray.is_initialized():
         # this one may be amid a call of Ray's
@@ -98,6 +99,9 @@ def main() -> None:
         scripts.cli.main(["run", "--non-blocking", str(args.config)], standalone_mode=False)
         while True:
             signal.pause()
+    except click.Abort:
+        # click's word for an interrupt where Serve does not look for one: it has started nothing yet
+        return
     except KeyboardInterrupt:
         pass
     asyncio.run(end(str(application.get("name", "default")), args.drain_s))

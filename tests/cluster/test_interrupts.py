@@ -11,7 +11,7 @@ import pytest
 
 # like a server: what it started has started more, which will not hear of an end; its own end takes long
 PROGRAM = """
-import asyncio, subprocess, sys
+import asyncio, subprocess, sys, time
 from hybridserve.cluster.interrupts import Interrupts
 
 deaf = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -31,13 +31,12 @@ async def end():
         await asyncio.sleep(60)
 
 Interrupts(lambda started: print("started any:", started, flush=True))
-if len(sys.argv) > 1:
-    subprocess.Popen([sys.executable, "-c", child, deaf])
-else:
-    print("up", flush=True)
 try:
-    while True:
-        __import__("time").sleep(60)
+    if len(sys.argv) > 1:
+        subprocess.Popen([sys.executable, "-c", child, deaf])
+    else:
+        print("up", flush=True)
+    time.sleep(60)
 except KeyboardInterrupt:
     pass
 asyncio.run(end())
