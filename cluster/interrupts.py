@@ -5,6 +5,7 @@ Knows nothing of what has been started, or of how it would end by itself.
 
 import os
 import signal
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -18,24 +19,35 @@ _GONE_S = 5.0
 
 
 class Interrupts:
-    """SIGINT's handler from now on, for a process' main thread.
+    """What SIGINT does from now on; made once, in a process' main thread.
 
-    The first one raises KeyboardInterrupt. The next one kills the process' descendants, whatever it and they
-    are doing, and ends the process with status `INTERRUPTED`; nothing of it is unwound, so nothing is said.
+    The first one raises KeyboardInterrupt there. The next one kills the process' descendants, whatever it and
+    they are doing, and ends the process with status `INTERRUPTED`. Nothing is unwound, so nothing is said.
 
     Args:
-        before: called first of all, at the second one, with whether there are descendants.
+        before: called first of all, at the second one, with whether there are descendants; on another thread.
     """
 
     def __init__(self, before: Callable[[bool], None]) -> None:
         self._before = before
         self._came = False
-        signal.signal(signal.SIGINT, self._handle)
+        self._told, told = os.pipe()
+        os.set_blocking(told, False)
+        signal.signal(signal.SIGINT, self._raise_once)
+        # a byte for every signal, written where it arrives: the main thread may be in a call that takes long,
+        # or about to begin one that the signal came too early to end
+        signal.set_wakeup_fd(told)
+        threading.Thread(target=self._watch, name="interrupts", daemon=True).start()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _raise_once(self, number: int, frame: FrameType | None) -> None:
         if not self._came:
             self._came = True
             raise KeyboardInterrupt
+
+    def _watch(self) -> None:
+        came = 0
+        while came < 2:
+            came += os.read(self._told, 64).count(signal.SIGINT)
         started = descendants(os.getpid())
         try:
             self._before(bool(started))

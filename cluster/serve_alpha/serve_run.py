@@ -65,7 +65,7 @@ def at_once(own_cluster: bool) -> None:
     """What is to be said, and to be done where the cluster is not this process' own and lives on."""
     _say("stopped at once")
     if not own_cluster and ray.is_initialized():
-        # this one may be amid a call of Ray's
+        # calls to an actor that is not there may take for ever
         thread = threading.Thread(target=_tell_serve_to_end, daemon=True)
         thread.start()
         thread.join(2 * _TELL_S)

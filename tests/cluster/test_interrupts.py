@@ -36,7 +36,9 @@ try:
         subprocess.Popen([sys.executable, "-c", child, deaf])
     else:
         print("up", flush=True)
-    time.sleep(60)
+    # a signal that comes just before a sleep does not end it
+    for _ in range(600):
+        time.sleep(0.1)
 except KeyboardInterrupt:
     pass
 asyncio.run(end())
