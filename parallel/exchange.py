@@ -26,7 +26,7 @@ from hybridserve.kernels.all_reduce.exchange import (
     flag_offset,
     slot_offset,
 )
-from hybridserve.parallel.peer_memory import CudaDriver, Driver, share
+from hybridserve.parallel.peer_memory import CudaDriver, Driver, SharedMemory, share
 from hybridserve.parallel.peer_sums import MAX_WIDTH, Norm
 from hybridserve.parallel.rendezvous import Store
 
@@ -65,6 +65,7 @@ class PeerExchange:
         self.memory = memory
         self._addresses = addresses
         self._driver = driver
+        self._shared = SharedMemory(memory.rank, addresses, driver)
         self._calls = 0
         self._under_way: deque[int] = deque()
         self._numbers = torch.arange(_NUMBERS, dtype=torch.int32, device=device)
@@ -121,7 +122,11 @@ class PeerExchange:
         """End the waiting for a rank that is gone, now and from now on; what sums return means nothing any
         more. Callable from any thread."""
         rank, size, piece_bytes = self.memory.rank, self.memory.world_size, self.memory.piece_bytes
-        self._driver.fill(self._addresses[rank] + flag_offset(SLOTS, 0, size, piece_bytes), 1, 4)
+        self._shared.fill(self._addresses[rank] + flag_offset(SLOTS, 0, size, piece_bytes), 1, 4)
+
+    def close(self) -> None:
+        """Let go of the memory; see `TensorParallelGroup.close`."""
+        self._shared.close()
 
     def _send(self, call: int, x: torch.Tensor, peer: int, address: int) -> None:
         rank, size, piece_bytes = self.memory.rank, self.memory.world_size, self.memory.piece_bytes

@@ -87,6 +87,20 @@ class TensorParallelGroup:
             if one is not None:
                 one.abort()
 
+    def close(self) -> None:
+        """Free the memory that this rank shares with others, and unmap theirs, which would else be kept as
+        long as this process lives. May be called again, and `abort` after it.
+
+        The caller sees to it that nobody uses that memory any more: what this rank has launched has ended (a
+        device synchronise behind the last call), no graph that holds collectives of the group is launched
+        again, and the other ranks' processes have ended. One that lived on could still read this rank's memory,
+        or write its part there, when this rank has long been done, and all could only close at once after
+        they had told each other that they are. So a rank whose process ends with it closes nothing.
+        """
+        for one in (self.peers, self.exchange):
+            if one is not None:
+                one.close()
+
 
 SINGLE = TensorParallelGroup(rank=0, size=1)
 

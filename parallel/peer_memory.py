@@ -6,7 +6,9 @@ of what the memory is for.
 """
 
 import ctypes
+import logging
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +16,8 @@ from typing import Any, Protocol
 import torch
 
 from hybridserve.parallel.rendezvous import Store, wait_for_keys
+
+logger = logging.getLogger(__name__)
 
 _EXCHANGE_S = 60.0
 _PAGE_BYTES = 2 * 2**20
@@ -49,6 +53,34 @@ class Driver(Protocol):
         """Unmap another process' memory."""
 
     def free(self, address: int) -> None: ...
+
+
+class SharedMemory:
+    """What `share` gave a rank, until it is closed; callable from any thread."""
+
+    def __init__(self, rank: int, addresses: list[int], driver: Driver) -> None:
+        self._rank = rank
+        self._addresses = addresses
+        self._driver = driver
+        self._lock = threading.Lock()
+
+    def fill(self, address: int, value: int, num_bytes: int) -> None:
+        """As the driver's; nothing once it is closed."""
+        with self._lock:
+            if self._addresses:
+                self._driver.fill(address, value, num_bytes)
+
+    def close(self) -> None:
+        """Unmap the others' memory and free this rank's own; see `TensorParallelGroup.close` for when."""
+        with self._lock:
+            addresses, self._addresses = self._addresses, []
+            for peer, address in enumerate(addresses):
+                let_go = self._driver.free if peer == self._rank else self._driver.close
+                try:
+                    let_go(address)
+                except (Unreachable, RuntimeError) as error:
+                    # the process goes on with less memory
+                    logger.warning("memory shared with rank %d could not be let go: %s", peer, error)
 
 
 def share(

@@ -18,7 +18,7 @@ from hybridserve.kernels.all_reduce import (
     slot_bytes,
 )
 from hybridserve.kernels.hopper import has_dependent_launches
-from hybridserve.parallel.peer_memory import CudaDriver, Driver, share
+from hybridserve.parallel.peer_memory import CudaDriver, Driver, SharedMemory, share
 from hybridserve.parallel.rendezvous import Store
 
 MAX_MESSAGE_BYTES = 8 * 2**20
@@ -52,11 +52,11 @@ class PeerAllReduce:
     Every rank makes the same calls in the same order. CUDA graphs can hold them.
     """
 
-    def __init__(self, memory: PeerMemory, abort: Callable[[], None]) -> None:
+    def __init__(self, memory: PeerMemory, shared: SharedMemory) -> None:
         self.memory = memory
         self.dependent = has_dependent_launches(memory.buffers.device)
         """Whether sums are launched before the kernel ahead of them has ended."""
-        self._abort = abort
+        self._shared = shared
 
     def takes(self, rows: int, width: int, dtype: torch.dtype) -> bool:
         """Whether a message [rows, width] is for this."""
@@ -105,7 +105,11 @@ class PeerAllReduce:
     def abort(self) -> None:
         """End the waiting for a rank that is gone, now and from now on; what sums return means nothing any
         more. Callable from any thread."""
-        self._abort()
+        self._shared.fill(self.memory.given_up, 1, _GIVEN_UP_BYTES)
+
+    def close(self) -> None:
+        """Let go of the memory; see `TensorParallelGroup.close`."""
+        self._shared.close()
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -166,7 +170,7 @@ def open_peers(
         Slots(table(slots_at), torch.zeros(2, dtype=torch.int32, device=device), max_words),
         _programs(device),
     )
-    return PeerAllReduce(memory, lambda: used.fill(given_up, 1, _GIVEN_UP_BYTES)), ""
+    return PeerAllReduce(memory, SharedMemory(rank, addresses, used)), ""
 
 
 def _programs(device: torch.device) -> int:

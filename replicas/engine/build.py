@@ -138,7 +138,7 @@ def _build_ranks(
         if ranks.watch.failure is not None and not isinstance(error, RankFailure):
             raise ranks.watch.failure.again() from error
         raise
-    executor = ShardedExecutor(shard.runner, ranks.channel, ranks.watch, ranks.stop)
+    executor = ShardedExecutor(shard.runner, ranks.channel, ranks.watch, ranks.stop, ranks.group.close)
     # also when the interpreter ends; the ranks know nothing of the executor, so it can be collected
     weakref.finalize(executor, ranks.stop)
     return shard, executor

@@ -24,14 +24,21 @@ class ShardedExecutor:
     """An Executor over this process' shard and all others."""
 
     def __init__(
-        self, runner: Executor, channel: StepChannel, watch: RankWatch, stop: Callable[..., None]
+        self,
+        runner: Executor,
+        channel: StepChannel,
+        watch: RankWatch,
+        stop: Callable[..., None],
+        free: Callable[[], None],
     ) -> None:
-        """stop: ends the other ranks, at once where it is given 0.0; may be called more than once."""
+        """stop: ends the other ranks, at once where it is given 0.0. free: lets go of what this rank shared
+        with them, when they have ended and nothing runs here. Both may be called more than once."""
         self.runner = runner
         self.overlaps = runner.overlaps
         self._channel = channel
         self._watch = watch
         self._stop = stop
+        self._free = free
         self._encoder = PlanEncoder()
         self._taken = self._done = 0
         self._is_shut_down = False
@@ -61,13 +68,15 @@ class ShardedExecutor:
             raise RuntimeError(self._why)
 
     def shutdown(self) -> None:
-        """End the other ranks. No plan can be submitted any more."""
+        """End the other ranks, and free what was shared with them. No plan can be submitted any more."""
         self._is_shut_down = True
         try:
             # first: its last sums may still read the others' memory
             self.runner.shutdown()
         finally:
             self._stop()
+        # not where the end of what runs here could not be waited for
+        self._free()
 
     def finish(self, step: RunningStep) -> StepResult:
         """Wait for a step on this rank."""

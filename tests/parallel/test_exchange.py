@@ -149,6 +149,17 @@ def test_giving_up_ends_waiting_for_parts_that_never_come() -> None:
         ranks[0].begin(x, x).end(Norm(torch.ones(8)))
 
 
+def test_what_is_closed_is_let_go_once_and_written_no_more() -> None:
+    ranks, memory = opened(2)
+    driver, before = ranks[0]._driver, memory[0].clone()
+    ranks[0].close()
+    assert not driver.held and not driver.opened
+    assert ranks[1]._driver.held and ranks[1]._driver.opened
+    ranks[0].close()
+    ranks[0].abort()
+    assert torch.equal(memory[0], before)
+
+
 def test_messages_it_takes() -> None:
     rank = opened(2)[0][0]
     assert rank.takes(1, 1024, torch.float32) and not rank.takes(1, 1025, torch.float32)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hybridserve.kernels.all_reduce import MAX_PROGRAMS, signal_bytes, slot_bytes
 from hybridserve.parallel import peer_memory
+from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.peer_memory import CudaDriver, Unreachable
 from hybridserve.parallel.peer_sums import (
     MAX_MESSAGE_BYTES,
@@ -136,6 +137,37 @@ def test_giving_up_is_a_word_of_the_own_memory() -> None:
     assert block[-4:].all() and not block[:-4].any() and not other.any()
 
 
+def test_what_is_closed_is_let_go_once_and_written_no_more() -> None:
+    drivers = [HostDriver() for _ in range(3)]
+    found = on_threads(drivers)
+    group = TensorParallelGroup(0, 3, backend=object(), peers=found[0][0])
+    blocks = [next(iter(driver.held.values())) for driver in drivers]
+    group.close()
+    assert not drivers[0].held and not drivers[0].opened
+    # the others' own is theirs
+    assert all(driver.held and len(driver.opened) == 2 for driver in drivers[1:])
+    group.close()
+    # a rank may be found to be gone after that
+    group.abort()
+    assert not any(block.any() for block in blocks)
+
+
+def test_memory_that_cuda_keeps_does_not_keep_the_rest(caplog: pytest.LogCaptureFixture) -> None:
+    drivers = [HostDriver() for _ in range(3)]
+    found = on_threads(drivers)
+    close = drivers[1].close
+
+    def close_one(address: int) -> None:
+        if address == next(iter(drivers[0].held)):
+            raise Unreachable("cudaIpcCloseMemHandle: cudaErrorInvalidDevice")
+        close(address)
+
+    drivers[1].close = close_one
+    found[1][0].close()
+    assert not drivers[1].held and len(drivers[1].opened) == 1
+    assert "memory shared with rank 0 could not be let go: cudaIpcCloseMemHandle" in caplog.text
+
+
 def test_messages_it_takes() -> None:
     peers = on_threads([HostDriver(), HostDriver()])[0][0]
     assert peers.takes(1, 1024, torch.float32) and not peers.takes(1, 1025, torch.float32)
@@ -245,6 +277,8 @@ def test_cuda_is_asked_on_the_ranks_device(runtime: Runtime) -> None:
     assert driver.handle(address) == bytes(range(64))
     assert driver.open(bytes(range(64))) == 1
     driver.fill(address, 1, 8)
+    driver.close(1)
+    driver.free(address)
     asked, told = runtime.calls[::2], runtime.calls[1::2]
     assert asked == [("cudaSetDevice", 1)] * len(told)
     # whole pages, zeroed before anybody is told of them
@@ -253,7 +287,11 @@ def test_cuda_is_asked_on_the_ranks_device(runtime: Runtime) -> None:
         ("cudaMemsetAsync", 2**40, 0, 100, "stream"),
         ("cudaStreamSynchronize", "stream"),
     ]
-    assert told[-1] == ("cudaMemsetAsync", 2**40, 1, 8, "stream")
+    assert told[-3:] == [
+        ("cudaMemsetAsync", 2**40, 1, 8, "stream"),
+        ("cudaIpcCloseMemHandle", 1),
+        ("cudaFree", 2**40),
+    ]
 
 
 def test_what_cuda_refuses_is_named(runtime: Runtime) -> None:

@@ -70,7 +70,13 @@ def parts():
     """(executor, its runner, its watch, events)"""
     events = []
     runner, watch = Runner(events), Watch()
-    executor = ShardedExecutor(runner, Channel(events), watch, lambda *how: events.append(("stop", *how)))
+    executor = ShardedExecutor(
+        runner,
+        Channel(events),
+        watch,
+        stop=lambda *how: events.append(("stop", *how)),
+        free=lambda: events.append("free"),
+    )
     return executor, runner, watch, events
 
 
@@ -124,11 +130,23 @@ def test_an_error_of_this_rank_ends_the_others(parts, error, monkeypatch) -> Non
 def test_shutdown(parts) -> None:
     executor, _, _, events = parts
     executor.shutdown()
-    # what runs here may still read the others' memory
-    assert events == ["end of this rank", ("stop",)]
+    # what runs here may still read the others' memory, and they this rank's
+    assert events == ["end of this rank", ("stop",), "free"]
     with pytest.raises(RuntimeError, match="the engine was shut down"):
         executor.submit(PLAN)
-    assert events[1:] == [("stop",)]
+    assert events[1:] == [("stop",), "free"]
+
+
+def test_what_may_still_run_keeps_its_memory(parts, monkeypatch) -> None:
+    executor, runner, _, events = parts
+
+    def fail() -> None:
+        raise RuntimeError("the device does not answer")
+
+    monkeypatch.setattr(runner, "shutdown", fail)
+    with pytest.raises(RuntimeError, match="does not answer"):
+        executor.shutdown()
+    assert events == [("stop",)]
 
 
 def test_a_fork_sends_nothing(parts, monkeypatch) -> None:
