@@ -15,7 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hybridserve.parallel.peer_memory import PeerAllReduce, open_peers
+from hybridserve.parallel.exchange import PeerExchange, open_exchange
+from hybridserve.parallel.peer_sums import PeerAllReduce, open_peers
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class TensorParallelGroup:
     peers: PeerAllReduce | None = None
     """Sums small messages by reading the other ranks' memory, where that can be done."""
     why_no_peers: str = "the ranks share no memory"
+    exchange: PeerExchange | None = None
+    """Sums long messages while the rank computes, where that can be done."""
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
@@ -80,8 +83,9 @@ class TensorParallelGroup:
             thread.start()
             # a process that ends beneath it would be ended by the C++ runtime, not by its exit code
             atexit.register(thread.join, _ABORT_S)
-        if self.peers is not None:
-            self.peers.abort()
+        for one in (self.peers, self.exchange):
+            if one is not None:
+                one.abort()
 
 
 SINGLE = TensorParallelGroup(rank=0, size=1)
@@ -102,13 +106,15 @@ def connect(
     backend: str = "gloo",
     timeout_s: float | None = None,
     address: str | None = None,
+    overlapped_bytes: int = 0,
 ) -> TensorParallelGroup:
     """Meet the other ranks on `store` and return this rank's group.
 
     The group is not registered as torch's default one: two replicas' groups can live in one process. gloo
     listens on `address`, by default on what the host's name resolves to. timeout_s: None for the backend's of
     `TIMEOUT_S`. With nccl the current device is the rank's, and ranks that reach each other's memory share
-    some (see `peer_memory`), unless the environment has NCCL_P2P_DISABLE=1.
+    some (see `peer_sums`), unless the environment has NCCL_P2P_DISABLE=1. overlapped_bytes: of the longest
+    message whose sum is begun and ended later (see `exchange`); 0 for none.
 
     Raises:
         ValueError: `backend` is neither gloo nor nccl, or `rank` is not in [0, size).
@@ -130,7 +136,9 @@ def connect(
     options._timeout = timeout
     force_switches(os.environ)
     group = dist.ProcessGroupNCCL(store, rank, size, options)
-    return TensorParallelGroup(rank, size, group, *_share_memory(rank, size, store))
+    shared, reason = _share_memory(rank, size, store)
+    exchange = _open_exchange(rank, size, store, overlapped_bytes) if shared is not None else None
+    return TensorParallelGroup(rank, size, group, shared, reason, exchange)
 
 
 def force_switches(environ: MutableMapping[str, str]) -> None:
@@ -148,3 +156,14 @@ def _share_memory(rank: int, size: int, store: dist.Store) -> tuple[PeerAllReduc
         how = "by reading each other's memory" if peers is not None else f"by NCCL: {reason}"
         logger.info("small messages are summed %s", how)
     return peers, reason
+
+
+def _open_exchange(rank: int, size: int, store: dist.Store, piece_bytes: int) -> PeerExchange | None:
+    if piece_bytes == 0:
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())
+    found, reason = open_exchange(rank, size, dist.PrefixStore("exchange", store), device, piece_bytes)
+    if rank == 0:
+        how = "copied by the ranks' copy engines" if found is not None else f"summed by NCCL: {reason}"
+        logger.info("long messages that are begun early are %s", how)
+    return found

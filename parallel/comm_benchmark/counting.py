@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from hybridserve.parallel.comm_benchmark.formulas import wire_factor
+from hybridserve.parallel.exchange import ExchangedSum, PeerExchange
 from hybridserve.parallel.group import TensorParallelGroup
-from hybridserve.parallel.peer_memory import Norm, PeerAllReduce
+from hybridserve.parallel.peer_sums import Norm, PeerAllReduce
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,24 @@ class CountingPeers:
         return self._peers.sum_and_norm(x, residual, norm)
 
 
+class CountingExchange:
+    """Stands in a group in the place of what sums while the rank computes: an all-reduce, too."""
+
+    def __init__(self, exchange: PeerExchange, counter: CountingBackend) -> None:
+        self._exchange = exchange
+        self._counter = counter
+        self.takes = exchange.takes
+
+    def begin(self, x: torch.Tensor, residual: torch.Tensor) -> ExchangedSum:
+        self._counter.count("all_reduce", [x])
+        return self._exchange.begin(x, residual)
+
+
 def counted(group: TensorParallelGroup) -> tuple[TensorParallelGroup, CountingBackend]:
     """`group` with its calls counted from now on, and who counts them; a group of one rank makes none."""
     counter = CountingBackend(group.backend)
     if group.size == 1:
         return group, counter
     peers = None if group.peers is None else CountingPeers(group.peers, counter)
-    return replace(group, backend=counter, peers=peers), counter
+    exchange = None if group.exchange is None else CountingExchange(group.exchange, counter)
+    return replace(group, backend=counter, peers=peers, exchange=exchange), counter

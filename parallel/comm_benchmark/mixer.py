@@ -21,7 +21,7 @@ from hybridserve.kernels.linear_attention import (
     linear_attention_decode,
     linear_attention_prefill,
 )
-from hybridserve.kernels.rms_norm import rms_norm_gated
+from hybridserve.kernels.rms_norm import rms_norm, rms_norm_gated
 from hybridserve.parallel.comm_benchmark.settings import Case, LayerShape
 
 # tokens before the step, of every sequence
@@ -61,6 +61,19 @@ class LayerWeights:
     """fp32 [V]"""
     out_proj: torch.Tensor
     """[hidden, Hv * V]"""
+    next_norm: torch.Tensor
+    """fp32 [hidden], of what follows the layer"""
+
+
+@dataclass(frozen=True)
+class NextNorm:
+    """The RMSNorm behind a layer, in whose launch a sum over ranks may be made."""
+
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps, zero_centered=False)
 
 
 def random_weights(shape: LayerShape, dtype: torch.dtype, device: torch.device, seed: int) -> LayerWeights:
@@ -82,6 +95,7 @@ def random_weights(shape: LayerShape, dtype: torch.dtype, device: torch.device, 
         dt_bias=uniform(shape.num_v_heads, -4.0, 0.0),
         norm=uniform(shape.head_v_dim, 0.5, 1.5),
         out_proj=normal(shape.hidden_size, shape.value_dim, shape.value_dim**-0.5),
+        next_norm=uniform(shape.hidden_size, 0.5, 1.5),
     )
 
 

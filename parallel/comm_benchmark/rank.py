@@ -59,6 +59,7 @@ def run_rank(
                     dist.PrefixStore(f"ranks/{count}", store),
                     backend=settings.backend,
                     timeout_s=settings.timeout_s,
+                    overlapped_bytes=settings.overlapped_bytes,
                 )
                 report["strategies"] += shares(settings, group, device)
                 if count == settings.tp_size:

@@ -63,7 +63,15 @@ _MESSAGE = _object(
 )
 
 _WHICH = {
-    "strategy": {"enum": ["value_heads", "head_v_dim", "gather_projections", "gather_state"]},
+    "strategy": {
+        "enum": [
+            "value_heads",
+            "value_heads_in_parts",
+            "head_v_dim",
+            "gather_projections",
+            "gather_state",
+        ]
+    },
     "case": _TEXT,
     "phase": {"enum": ["decode", "prefill"]},
     "tokens": {"type": "integer", "minimum": 1},
@@ -75,7 +83,10 @@ _STRATEGY = _object(
     {
         **_WHICH,
         "mode": {"enum": ["eager", "graph"]},
-        "with_communication": {**_TIMES, "description": "one layer, one step"},
+        "with_communication": {
+            **_TIMES,
+            "description": "one layer with the residual and norm behind it, one step",
+        },
         "compute_only": {**_TIMES, "description": "the same code, its collectives left out"},
         "communication_us": _number("difference of the medians; at one rank the noise of the machine"),
         "share": _number("communication_us / with_communication.p50_us"),

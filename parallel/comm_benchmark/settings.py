@@ -121,6 +121,13 @@ class BenchmarkSettings:
     def itemsize(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
+    @property
+    def overlapped_bytes(self) -> int:
+        """Of the longest message that is summed while ranks compute."""
+        tokens = max((case.tokens for case in self.cases if case.phase == "prefill"), default=0)
+        # more than a half, as parts are of whole tiles
+        return min(tokens, tokens // 2 + 512) * self.layer.hidden_size * self.itemsize
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 

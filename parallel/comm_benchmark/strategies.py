@@ -1,12 +1,12 @@
-"""Four ways to spread one linear-attention layer over ranks, each computing the same output on every rank.
+"""Ways to spread one linear-attention layer over ranks, each computing the same output on every rank.
 
-Each takes the whole layer's weights and keeps its rank's part; `step` runs the layer once and sends through
-the wire it is given. What is sent, of T tokens and n ranks (S: the state of the step's sequences, W: the
-projected width, H: the hidden size):
+Each takes the whole layer's weights and keeps its rank's part; `step` runs the layer once, with the residual
+and the norm behind it as in a model, and sends through the wire it is given. What is sent, of T tokens and n
+ranks (S: the state of the step's sequences, W: the projected width, H: the hidden size):
 
 | strategy | all-reduce | all-gather |
 | --- | --- | --- |
-| value_heads | T x H | |
+| value_heads, value_heads_in_parts | T x H | |
 | head_v_dim | T x H, and T x Hv sums of squares in fp32 | |
 | gather_projections | | T x W, T x H |
 | gather_state | | T x W, T x H, S |
@@ -19,13 +19,17 @@ second time.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from hybridserve.kernels.linear import linear
+from hybridserve.kernels.rms_norm import rms_norm_residual
 from hybridserve.parallel.comm_benchmark.mixer import (
     LayerWeights,
     Mixer,
+    NextNorm,
     Part,
     projected_rows,
     value_columns,
@@ -34,24 +38,42 @@ from hybridserve.parallel.comm_benchmark.mixer import (
 from hybridserve.parallel.comm_benchmark.settings import Case, LayerShape
 from hybridserve.parallel.comm_benchmark.wire import Wire
 from hybridserve.parallel.heads import shard_heads
+from hybridserve.parallel.layers.sums import Summand, two_parts
 
 # the least head_v_dim the GPU's kernels take
 _MIN_HEAD_V_DIM = 16
+
+
+Streams = tuple[torch.Tensor, torch.Tensor]
+"""The residual stream [T, hidden] and its norm, which a layer takes; the same on every rank."""
 
 
 class Strategy(ABC):
     """One rank's part of the layer, for one case."""
 
     name: str
+    phases = ("decode", "prefill")
+    """Of the cases that it is for."""
+    chained_copies = 1
+    """Layers, one after another, of which a prefill consists."""
+    norm: NextNorm
 
     @staticmethod
     def unavailable(shape: LayerShape, size: int, on_gpu: bool) -> str | None:
         """Why this shape cannot be spread so over `size` ranks; None if it can."""
         return None
 
+    @classmethod
+    def run(cls, layers: Sequence["Strategy"], streams: Streams, wire: Wire) -> Streams:
+        """Layers of this kind one after another."""
+        for layer in layers:
+            streams = layer.step(streams, wire)
+        return streams
+
     @abstractmethod
-    def step(self, x: torch.Tensor, wire: Wire) -> torch.Tensor:
-        """x: [T, hidden], the same on every rank. Returns the layer's output, [T, hidden], on every rank."""
+    def step(self, streams: Streams, wire: Wire) -> Streams:
+        """The layer on the second of `streams`. Returns the first, which may be overwritten, with the layer's
+        output added, and its norm."""
 
     @abstractmethod
     def kept_state(self) -> tuple[Part, torch.Tensor]:
@@ -67,6 +89,12 @@ class _Sharded(Strategy):
         self.in_proj = weights.in_proj[projected_rows(shape, part).to(device)]
         self.out_proj = weights.out_proj[:, value_columns(shape, part).to(device)].contiguous()
         self.mixer = Mixer(shape, part, weights, case)
+        self.norm = NextNorm(weights.next_norm, shape.eps)
+
+    def project_out(self, mixed: torch.Tensor) -> Summand:
+        return lambda residual: linear(
+            mixed, self.out_proj, residual=residual, consume_residual=mixed.is_cuda
+        )
 
     def kept_state(self) -> tuple[Part, torch.Tensor]:
         return self.mixer.part, self.mixer.state
@@ -89,9 +117,43 @@ class ValueHeads(_Sharded):
     def unavailable(shape: LayerShape, size: int, on_gpu: bool) -> str | None:
         return _does_not_divide("num_v_heads", shape.num_v_heads, size)
 
-    def step(self, x: torch.Tensor, wire: Wire) -> torch.Tensor:
+    def step(self, streams: Streams, wire: Wire) -> Streams:
+        h, x = streams
         mixed = self.mixer.mix(linear(x, self.in_proj))
-        return wire.all_reduce(linear(mixed, self.out_proj), "hidden")
+        return wire.sum_and_norm(self.project_out(mixed), h, self.norm, "hidden")
+
+
+class ValueHeadsInParts(ValueHeads):
+    """As `ValueHeads`, with what lies between mixers done for half of the tokens while the sums of the other
+    half are under way: of a chain of layers, as no layer has anything to do meanwhile alone."""
+
+    name = "value_heads_in_parts"
+    phases = ("prefill",)
+    # the last layer's sums are waited for: one in so many
+    chained_copies = 8
+
+    def step(self, streams: Streams, wire: Wire) -> Streams:
+        return self.run([self], streams, wire)
+
+    @classmethod
+    def run(cls, layers: Sequence["ValueHeadsInParts"], streams: Streams, wire: Wire) -> Streams:
+        x = streams[1]
+        rows = two_parts(x.shape[0])
+        ready: list[Callable[[], Streams]] = [partial(_rows_of, streams, own) for own in rows]
+        for layer in layers:
+            projected = x.new_empty(x.shape[0], layer.in_proj.shape[0])
+            residuals = []
+            for own, take in zip(rows, ready, strict=True):
+                residual, normed = take()
+                residuals.append(residual)
+                linear(normed, layer.in_proj, out=projected[own])
+            mixed = layer.mixer.mix(projected)
+            ready = [
+                partial(wire.begin_sum(layer.project_out(mixed[own]), residual, "hidden").end, layer.norm)
+                for own, residual in zip(rows, residuals, strict=True)
+            ]
+        first, second = (take() for take in ready)
+        return torch.cat([first[0], second[0]]), torch.cat([first[1], second[1]])
 
 
 class HeadVDim(_Sharded):
@@ -115,7 +177,9 @@ class HeadVDim(_Sharded):
             )
         return _does_not_divide("head_v_dim", shape.head_v_dim, size)
 
-    def step(self, x: torch.Tensor, wire: Wire) -> torch.Tensor:
+    def step(self, streams: Streams, wire: Wire) -> Streams:
+        h, x = streams
+
         def normed(out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
             squares = wire.all_reduce(out.float().square().sum(-1), "norm")
             scale = torch.rsqrt(squares / self.shape.head_v_dim + self.shape.eps)
@@ -123,7 +187,7 @@ class HeadVDim(_Sharded):
             return (y * torch.nn.functional.silu(z.float())).to(out.dtype)
 
         mixed = self.mixer.mix(linear(x, self.in_proj), normed if self.split else None)
-        return wire.all_reduce(linear(mixed, self.out_proj), "hidden")
+        return wire.sum_and_norm(self.project_out(mixed), h, self.norm, "hidden")
 
 
 class GatherProjections(Strategy):
@@ -138,6 +202,7 @@ class GatherProjections(Strategy):
         self.in_proj = weights.in_proj[rank * rows : (rank + 1) * rows].contiguous()
         self.out_proj = weights.out_proj[rank * columns : (rank + 1) * columns].contiguous()
         self.mixer = Mixer(shape, whole(shape), weights, case)
+        self.norm = NextNorm(weights.next_norm, shape.eps)
         self.size = size
         self.projected = torch.empty(size, case.tokens, rows, dtype=dtype, device=device)
         self.hidden = torch.empty(size, case.tokens, columns, dtype=dtype, device=device)
@@ -148,11 +213,14 @@ class GatherProjections(Strategy):
             "hidden_size", shape.hidden_size, size
         )
 
-    def step(self, x: torch.Tensor, wire: Wire) -> torch.Tensor:
+    def step(self, streams: Streams, wire: Wire) -> Streams:
+        h, x = streams
         wire.all_gather_into(self.projected, linear(x, self.in_proj), "projections")
         mixed = self.mix(_side_by_side(self.projected), wire)
         wire.all_gather_into(self.hidden, linear(mixed, self.out_proj), "hidden")
-        return _side_by_side(self.hidden)
+        out = _side_by_side(self.hidden)
+        normed, total = rms_norm_residual(out, h, self.norm.weight, self.norm.eps, zero_centered=False)
+        return total, normed
 
     def mix(self, projected: torch.Tensor, wire: Wire) -> torch.Tensor:
         return self.mixer.mix(projected)
@@ -197,10 +265,15 @@ class GatherState(GatherProjections):
 
 STRATEGIES: tuple[type[ValueHeads | HeadVDim | GatherProjections], ...] = (
     ValueHeads,
+    ValueHeadsInParts,
     HeadVDim,
     GatherProjections,
     GatherState,
 )
+
+
+def _rows_of(streams: Streams, rows: slice) -> Streams:
+    return streams[0][rows], streams[1][rows]
 
 
 def _side_by_side(parts: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,10 @@ from hybridserve.parallel.comm_benchmark.formulas import percentile
 from hybridserve.parallel.group import TensorParallelGroup
 
 Step = Callable[[], object]
-# long enough for the host to enqueue the meeting and a replay before the device reaches them (about 300 µs):
-# an eager call of NCCL alone takes it 100, and what it lacks would be measured as the other rank's waiting
-_HEAD_START_CYCLES = 600_000
+# before a replay, beside what the host takes to enqueue it: an eager call of NCCL alone takes 100, and what
+# it lacks would be measured as the other rank's waiting
+_HEAD_START_US = 300
+_CYCLES_PER_US = 2000
 _BATCH = 100
 
 
@@ -98,14 +99,30 @@ def _replay_on_cpu(steps: Sequence[Step], meeting: Meeting, count: int) -> list[
     return seconds
 
 
+def _head_starts(steps: Sequence[Step], meeting: Meeting) -> list[int]:
+    """Cycles for each step in which the slowest rank's host enqueues the meeting and a replay, and half as
+    much again."""
+    own = []
+    for step in steps:
+        # the first may compile, or connect
+        step()
+        torch.cuda.synchronize(meeting.device)
+        began = time.perf_counter()
+        step()
+        own.append(time.perf_counter() - began)
+    torch.cuda.synchronize(meeting.device)
+    return [int((s * 1.5e6 + _HEAD_START_US) * _CYCLES_PER_US) for s in meeting.slowest(own)]
+
+
 def _replay_on_gpu(steps: Sequence[Step], meeting: Meeting, count: int) -> list[list[float]]:
+    head_starts = _head_starts(steps, meeting)
     seconds: list[list[float]] = [[] for _ in steps]
     for first in range(0, count, _BATCH):
         marks = []
         for _ in range(min(_BATCH, count - first)):
-            for own, step in zip(seconds, steps, strict=True):
+            for own, step, head_start in zip(seconds, steps, head_starts, strict=True):
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(_HEAD_START_CYCLES)
+                torch.cuda._sleep(head_start)
                 meeting.meet()
                 begin.record()
                 step()

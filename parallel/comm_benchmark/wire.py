@@ -5,15 +5,25 @@ from typing import Protocol
 import torch
 
 from hybridserve.parallel.comm_benchmark.counting import CountingBackend, counted
-from hybridserve.parallel.group import TensorParallelGroup
+from hybridserve.parallel.group import SINGLE, TensorParallelGroup
+from hybridserve.parallel.layers.sums import BegunSum, Summand, begin_sum, sum_and_norm
+from hybridserve.parallel.peer_sums import Norm
 
 
 class Wire(Protocol):
-    """The two collectives that the strategies need."""
+    """The collectives that the strategies need."""
 
     def all_reduce(self, x: torch.Tensor, label: str) -> torch.Tensor:
         """The sum of the ranks' dense `x`, in place."""
         ...
+
+    def sum_and_norm(
+        self, part: Summand, residual: torch.Tensor, norm: Norm, label: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `layers.sums`."""
+        ...
+
+    def begin_sum(self, part: Summand, residual: torch.Tensor, label: str) -> BegunSum: ...
 
     def all_gather_into(self, out: torch.Tensor, x: torch.Tensor, label: str) -> None:
         """Every rank's dense `x`, one after another, into `out`."""
@@ -31,6 +41,16 @@ class GroupWire:
         self.counter.label = label
         return self.group.all_reduce(x)
 
+    def sum_and_norm(
+        self, part: Summand, residual: torch.Tensor, norm: Norm, label: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.counter.label = label
+        return sum_and_norm(self.group, part, residual, norm)
+
+    def begin_sum(self, part: Summand, residual: torch.Tensor, label: str) -> BegunSum:
+        self.counter.label = label
+        return begin_sum(self.group, part, residual)
+
     def all_gather_into(self, out: torch.Tensor, x: torch.Tensor, label: str) -> None:
         if self.group.size == 1:
             out.view(-1).copy_(x.reshape(-1))
@@ -45,6 +65,14 @@ class NoWire:
 
     def all_reduce(self, x: torch.Tensor, label: str) -> torch.Tensor:
         return x
+
+    def sum_and_norm(
+        self, part: Summand, residual: torch.Tensor, norm: Norm, label: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return sum_and_norm(SINGLE, part, residual, norm)
+
+    def begin_sum(self, part: Summand, residual: torch.Tensor, label: str) -> BegunSum:
+        return begin_sum(SINGLE, part, residual)
 
     def all_gather_into(self, out: torch.Tensor, x: torch.Tensor, label: str) -> None:
         pass

@@ -6,6 +6,7 @@ separate small matrix product costs a launch.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -13,7 +14,8 @@ from hybridserve.kernels.linear import linear, linear_silu_and_mul
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.heads import HeadShard, divide
 from hybridserve.parallel.layers.layer import Layer
-from hybridserve.parallel.peer_memory import Norm
+from hybridserve.parallel.layers.sums import BegunSum, begin_sum, sum_and_norm
+from hybridserve.parallel.peer_sums import Norm
 from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, even, head_ranges, whole
 
 
@@ -162,22 +164,20 @@ class RowParallelLinear(Layer):
         """x: [T, columns of this rank]; residual: [T, out_features]. Returns (residual + the sum over the
         ranks, its norm). On a GPU the residual may be overwritten.
         """
-        if not self.group.reads_peers(x.shape[0], self.weight.shape[0], x.dtype):
-            y = self(x, residual)
-            return y, norm(y)
+        return sum_and_norm(self.group, partial(self._part, x), residual, norm)
+
+    def begin(self, x: torch.Tensor, residual: torch.Tensor) -> BegunSum:
+        """As `forward_and_norm`, but what is begun here is ended later."""
+        return begin_sum(self.group, partial(self._part, x), residual)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, columns of this rank]. Returns the sum over the ranks, [T, out_features]."""
+        return self.group.all_reduce(self._part(x, None))
+
+    def _part(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        # the bias is whole on every rank, so one rank alone adds it before the sum
         bias = self.bias if self.group.rank == 0 else None
-        return self.group.peers.sum_and_norm(linear(x, self.weight, bias, dependent=True), residual, norm)
-
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x: [T, columns of this rank]; residual: [T, out_features]. Returns the sum over the ranks.
-
-        On a GPU the residual may be overwritten.
-        """
-        # bias and residual are whole on every rank, so one rank alone adds them before the sum
-        if self.group.rank > 0:
-            return self.group.all_reduce(linear(x, self.weight, dependent=True))
-        y = linear(x, self.weight, self.bias, residual, consume_residual=x.is_cuda, dependent=True)
-        return self.group.all_reduce(y)
+        return linear(x, self.weight, bias, residual, consume_residual=x.is_cuda, dependent=True)
 
 
 def _empty_weight(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

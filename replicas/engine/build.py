@@ -12,6 +12,7 @@ import torch
 
 from hybridserve.kernels.linear_attention.replay import REPLAY_WINDOW
 from hybridserve.parallel.group import SINGLE, TensorParallelGroup
+from hybridserve.parallel.layers.sums import MIN_TOKENS, two_parts
 from hybridserve.parallel.step_channel.board import Board, agree_on_least
 from hybridserve.parallel.step_channel.watch import RankFailure
 from hybridserve.replicas.arena.arena import Arena
@@ -97,7 +98,7 @@ def build_engine(
         shard = build_shard(config, SINGLE, None, None, progress, report)
         executor: Executor = shard.runner
     else:
-        shard, executor = _build_ranks(config, placement, processes, progress, report)
+        shard, executor = _build_ranks(config, model_config, placement, processes, progress, report)
     _log_capacity(config, shard.capacity, describe_capacity(shard.layout, shard.capacity))
     logger.info(report.describe())
     return Engine(
@@ -114,6 +115,7 @@ def build_engine(
 
 def _build_ranks(
     config: EngineConfig,
+    model_config: ModelConfig,
     placement: Placement,
     processes: RankProcesses,
     progress: Progress | None,
@@ -121,7 +123,8 @@ def _build_ranks(
 ) -> tuple[Shard, ShardedExecutor]:
     """All ranks of a replica, this process being rank 0."""
     with report.part("ranks"):
-        ranks = Ranks(config, rank_backend(placement.device), processes)
+        overlapped = overlapped_bytes(config, model_config, placement)
+        ranks = Ranks(config, rank_backend(placement.device), processes, overlapped)
     try:
         shard = build_shard(config, ranks.group, ranks.channel.board, ranks.wait, progress, report)
         with report.part("ranks"):
@@ -213,6 +216,16 @@ def build_shard(
 def rank_backend(device: torch.device) -> str:
     """How ranks on such devices talk to each other."""
     return "nccl" if device.type == "cuda" else "gloo"
+
+
+def overlapped_bytes(config: EngineConfig, model_config: ModelConfig, placement: Placement) -> int:
+    """Of the longest message that ranks sum while they compute; 0 where they do not."""
+    if placement.device.type != "cuda":
+        return 0
+    tokens = config.max_num_batched_tokens or default_batched_tokens(placement.device)
+    if tokens < MIN_TOKENS:
+        return 0
+    return two_parts(tokens)[0].stop * model_config.hidden_size * placement.dtype.itemsize
 
 
 def check_tensor_parallel_size(

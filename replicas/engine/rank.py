@@ -14,7 +14,7 @@ from hybridserve.parallel.step_channel.board import RankState
 from hybridserve.parallel.step_channel.channel import StepChannel
 from hybridserve.parallel.step_channel.opening import open_channel
 from hybridserve.parallel.step_channel.watch import RootWatch
-from hybridserve.replicas.engine.build import build_shard, rank_backend, resolve_placement
+from hybridserve.replicas.engine.build import build_shard, overlapped_bytes, rank_backend, resolve_placement
 from hybridserve.replicas.engine.executor import Executor, RunningStep
 from hybridserve.replicas.engine.plan_codec import PlanDecoder
 from hybridserve.replicas.engine.ranks import END, RankStart, failure_key
@@ -54,13 +54,22 @@ def run_rank(
 
 def _serve(start: RankStart, address: str, store: Store, watch: RootWatch) -> None:
     config, rank, size = start.config, start.rank, start.config.tensor_parallel_size
-    device = resolve_placement(config, config.read_model_config(), start.device_index).device
+    model_config = config.read_model_config()
+    placement = resolve_placement(config, model_config, start.device_index)
+    device = placement.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     channel = open_channel(store, rank, size, address=address)
     watch.attach(channel.board)
     channel.board.report(RankState.STARTING)
-    group = connect(rank, size, store, backend=rank_backend(device), address=address)
+    group = connect(
+        rank,
+        size,
+        store,
+        backend=rank_backend(device),
+        address=address,
+        overlapped_bytes=overlapped_bytes(config, model_config, placement),
+    )
     shard = build_shard(
         config,
         group,

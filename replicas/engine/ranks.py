@@ -70,8 +70,10 @@ class Ranks:
     Not for use after `stop`.
     """
 
-    def __init__(self, config: EngineConfig, backend: str, processes: RankProcesses) -> None:
-        """Start the processes and meet them.
+    def __init__(
+        self, config: EngineConfig, backend: str, processes: RankProcesses, overlapped_bytes: int = 0
+    ) -> None:
+        """Start the processes and meet them; overlapped_bytes: as in `connect`.
 
         Raises:
             RankFailure: one of them has failed; names it and says why.
@@ -92,7 +94,14 @@ class Ranks:
             self.watch.start()
             self.channel = open_channel(self._store, 0, self.size, self.watch.check, address)
             self.watch.attach(self.channel.board)
-            self.group = connect(0, self.size, self._store, backend=backend, address=address)
+            self.group = connect(
+                0,
+                self.size,
+                self._store,
+                backend=backend,
+                address=address,
+                overlapped_bytes=overlapped_bytes,
+            )
         except BaseException:
             self.stop(0.0)
             raise

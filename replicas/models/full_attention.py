@@ -8,7 +8,8 @@ from hybridserve.kernels.rotary import qk_norm_rope_write
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.layers.linear import QKVParallelLinear, RowParallelLinear
-from hybridserve.parallel.peer_memory import Norm
+from hybridserve.parallel.layers.sums import BegunSum
+from hybridserve.parallel.peer_sums import Norm
 from hybridserve.parallel.weights.parameter import Cut, head_ranges
 from hybridserve.replicas.models.batch import KVCache
 from hybridserve.replicas.models.norm import ZeroCentredRMSNorm
@@ -127,6 +128,10 @@ class FullAttention(Layer):
         """mixed: [T, mixed_width]; residual: [T, hidden_size]. Returns (residual + o_proj(mixed), its
         norm)."""
         return self.o_proj.forward_and_norm(mixed, residual, norm)
+
+    def begin_out(self, mixed: torch.Tensor, residual: torch.Tensor) -> BegunSum:
+        """As `project_out`, but what is begun here is ended later."""
+        return self.o_proj.begin(mixed, residual)
 
 
 def _decode(

@@ -18,7 +18,8 @@ from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.heads import HeadShard
 from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.layers.linear import FusedColumnLinear, RowParallelLinear
-from hybridserve.parallel.peer_memory import Norm
+from hybridserve.parallel.layers.sums import BegunSum
+from hybridserve.parallel.peer_sums import Norm
 from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, head_ranges, joined_ranges
 from hybridserve.replicas.models.batch import StateCache
 from hybridserve.replicas.models.norm import GatedRMSNorm, PartialGatedRMSNorm
@@ -184,6 +185,10 @@ class GatedDeltaNet(Layer):
         """mixed: [T, mixed_width]; residual: [T, hidden_size]. Returns (residual + out_proj(mixed), its
         norm)."""
         return self.out_proj.forward_and_norm(mixed, residual, norm)
+
+    def begin_out(self, mixed: torch.Tensor, residual: torch.Tensor) -> BegunSum:
+        """As `project_out`, but what is begun here is ended later."""
+        return self.out_proj.begin(mixed, residual)
 
     def as_heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

@@ -6,7 +6,8 @@ from hybridserve.kernels.linear import linear
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.layers.layer import Layer
 from hybridserve.parallel.layers.linear import GateUpLinear, RowParallelLinear
-from hybridserve.parallel.peer_memory import Norm
+from hybridserve.parallel.layers.sums import BegunSum
+from hybridserve.parallel.peer_sums import Norm
 from hybridserve.parallel.weights.parameter import even
 
 
@@ -32,6 +33,10 @@ class GatedMLP(Layer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x, residual: [T, hidden_size]. Returns (residual + mlp(x), its norm)."""
         return self.down_proj.forward_and_norm(self.gate_up_proj(x), residual, norm)
+
+    def begin(self, x: torch.Tensor, residual: torch.Tensor) -> BegunSum:
+        """As `forward`, but what is begun here is ended later."""
+        return self.down_proj.begin(self.gate_up_proj(x), residual)
 
     def own_part(self, x: torch.Tensor) -> torch.Tensor:
         """What this rank's channels add to mlp(x): the ranks' parts are still to be summed."""

@@ -9,7 +9,8 @@ from hybridserve.kernels.moe import moe_experts, moe_route
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.heads import divide
 from hybridserve.parallel.layers.layer import Layer
-from hybridserve.parallel.peer_memory import Norm
+from hybridserve.parallel.layers.sums import BegunSum, Summand, begin_sum, sum_and_norm
+from hybridserve.parallel.peer_sums import Norm
 from hybridserve.parallel.weights.grouped import GroupedParameter
 from hybridserve.parallel.weights.parameter import Cut, ShardedParameter, even, whole
 from hybridserve.replicas.models.mlp import GatedMLP
@@ -74,12 +75,16 @@ class SparseMoE(Layer):
 
         positions: [T]; rows where they are negative are padding, of which the residual alone comes back.
         """
-        if self.group.reads_peers(*x.shape, x.dtype):
-            return self.group.peers.sum_and_norm(self._own_part(x, None, positions), residual, norm)
-        # the residual is whole on every rank, so one rank alone adds it before the sum
-        own = residual if self.group.rank == 0 else None
-        y = self.group.all_reduce(self._own_part(x, own, positions))
-        return y, norm(y)
+        return sum_and_norm(self.group, self._part_of(x, positions), residual, norm)
+
+    def begin(
+        self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> BegunSum:
+        """As `forward`, but what is begun here is ended later."""
+        return begin_sum(self.group, self._part_of(x, positions), residual)
+
+    def _part_of(self, x: torch.Tensor, positions: torch.Tensor | None) -> Summand:
+        return lambda residual: self._own_part(x, residual, positions)
 
     def _own_part(
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor | None

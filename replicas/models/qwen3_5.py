@@ -16,6 +16,7 @@ from hybridserve.kernels.rotary import rotary_cos_sin
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from hybridserve.parallel.layers.layer import Layer
+from hybridserve.parallel.layers.sums import MIN_TOKENS, BegunSum
 from hybridserve.parallel.vocabulary import VocabularyShard
 from hybridserve.replicas.models.batch import LayerCache, StepBatch
 from hybridserve.replicas.models.full_attention import FullAttention
@@ -23,6 +24,7 @@ from hybridserve.replicas.models.gated_delta_net import GatedDeltaNet
 from hybridserve.replicas.models.mlp import GatedMLP
 from hybridserve.replicas.models.moe import SparseMoE
 from hybridserve.replicas.models.norm import ZeroCentredRMSNorm
+from hybridserve.replicas.models.overlap import forward_in_parts
 from hybridserve.replicas.models.specs import FullAttentionSpec, LinearAttentionSpec, ModelConfig
 from hybridserve.replicas.models.step import StepContext, split_phases
 
@@ -82,6 +84,10 @@ class Qwen3_5DecoderLayer(Layer):
         h, x = self.mixer.project_out(mixed, h, self.post_attention_layernorm)
         return self.mlp(x, h, next_norm, positions) if self.is_sparse else self.mlp(x, h, next_norm)
 
+    def begin_mlp(self, h: torch.Tensor, x: torch.Tensor, positions: torch.Tensor) -> BegunSum:
+        """h: the stream after the mixer; x: its norm. Ends with the layer's output and its norm."""
+        return self.mlp.begin(x, h, positions) if self.is_sparse else self.mlp.begin(x, h)
+
 
 class Between(NamedTuple):
     """The residual stream, and what the next mixer takes; after the last one the normed stream and None.
@@ -108,6 +114,8 @@ class Qwen3_5Model(Layer):
             for layer in range(config.num_layers)
         )
         self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps, device=device)
+        # a CPU's ranks would compute on the cores that also send
+        self.overlaps_from = MIN_TOKENS if group.size > 1 and device.type == "cuda" else None
         self.attention_spec = next((m for m in config.mixers if isinstance(m, FullAttentionSpec)), None)
 
     def context(self, batch: StepBatch) -> StepContext:
@@ -139,6 +147,10 @@ class Qwen3_5Model(Layer):
     def forward(self, batch: StepBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         step = self.context(batch)
         now = self.begin(batch.token_ids)
+        if self.overlaps_from is not None and batch.num_tokens >= self.overlaps_from:
+            return forward_in_parts(
+                self.layers, self.norm, now.h, now.projected, step, caches, batch.positions
+            )
         for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             mixed = layer.mixer.mix(now.projected, step, cache)
             now = self.proceed(number, mixed, now.h, positions=batch.positions)

@@ -8,9 +8,13 @@ import torch.distributed as dist
 
 from hybridserve.parallel.comm_benchmark.timing import capture
 from hybridserve.parallel.group import TensorParallelGroup, connect
+from hybridserve.parallel.layers.sums import BegunSum, begin_sum
 
 SHAPES = ((1, 4096), (3, 5120), (64, 2048), (100, 4096))
 """The last, in fp32, is just below what peers' memory takes."""
+
+LONG_ROWS, WIDTH = 2048, 4096
+"""Of the longest message whose sum is begun and ended, in fp32."""
 
 
 class Norm(NamedTuple):
@@ -26,7 +30,9 @@ def on_gpu(group: TensorParallelGroup, store: str) -> TensorParallelGroup:
     """The same ranks, connected by NCCL; `store`: a file that no other group has met on."""
     torch.cuda.set_device(group.rank)
     met = dist.FileStore(store, group.size)
-    return connect(group.rank, group.size, met, backend="nccl", timeout_s=30)
+    return connect(
+        group.rank, group.size, met, backend="nccl", timeout_s=30, overlapped_bytes=LONG_ROWS * WIDTH * 4
+    )
 
 
 def drawn(shape: tuple[int, int], rank: int, turn: int, dtype: torch.dtype) -> torch.Tensor:
@@ -104,6 +110,66 @@ def give_up(group: TensorParallelGroup, store: str) -> bool:
     ended.record()
     ended_early = ended.query()
     timer = threading.Timer(0.5, gpus.abort)
+    timer.start()
+    ended.synchronize()
+    return not ended_early
+
+
+def begun_sums(group: TensorParallelGroup, store: str, dtype: str) -> list[torch.Tensor]:
+    """Sums beside products, two under way at a time, on the CPU; each is held to the truth. Ranks are late in
+    turn, and memory is asked for and let go of meanwhile."""
+    gpus = on_gpu(group, store)
+    kind = getattr(torch, dtype)
+    weight = torch.randn(WIDTH, WIDTH, device="cuda").to(kind) / 64
+    norm = Norm(torch.rand(WIDTH, generator=torch.Generator("cuda").manual_seed(5), device="cuda") + 0.5)
+    rows = [LONG_ROWS, 1, 300, LONG_ROWS - 7]
+    under_way: list[tuple[int, BegunSum]] = []
+    found = []
+
+    def end() -> None:
+        turn, begun = under_way.pop(0)
+        total, normed = begun.end(norm)
+        shape = (rows[turn % len(rows)], WIDTH)
+        parts = [drawn(shape, rank, turn, kind) for rank in range(group.size)]
+        residual = drawn(shape, group.size, turn, kind)
+        truth = sum(part.double() for part in parts) + residual.double()
+        # NCCL rounds the residual's sum before the ranks'
+        terms = sum(part.double().abs() for part in [*parts, residual])
+        assert ((total.double() - truth).abs() <= 2 * torch.finfo(kind).eps * terms).all(), turn
+        assert (normed.float() - norm(total).float()).abs().max() < (1e-5 if dtype == "float32" else 0.05)
+        found.append(total[:64].float().cpu())
+
+    for turn in range(40):
+        if len(under_way) == 2:
+            end()
+        shape = (rows[turn % len(rows)], WIDTH)
+        if (turn + group.rank) % 3 == 0:
+            torch.cuda._sleep(2_000_000)
+        x, residual = drawn(shape, group.rank, turn, kind), drawn(shape, group.size, turn, kind)
+        under_way.append(
+            (turn, begin_sum(gpus, lambda own, x=x: x.clone() if own is None else x + own, residual))
+        )
+        del x, residual
+        # what runs meanwhile, in memory that the part must not have been in
+        for _ in range(3):
+            torch.randn(LONG_ROWS, WIDTH, device="cuda").to(kind) @ weight
+    while under_way:
+        end()
+    return found
+
+
+def give_up_begun(group: TensorParallelGroup, store: str) -> bool:
+    """Rank 0 ends a sum that the others do not make, until it is told to give up."""
+    gpus = on_gpu(group, store)
+    if group.rank > 0:
+        return True
+    assert gpus.exchange is not None
+    ended = torch.cuda.Event()
+    x = torch.zeros(4, 64, device="cuda")
+    gpus.exchange.begin(x, x).end(Norm(torch.ones(64, device="cuda")))
+    ended.record()
+    ended_early = ended.query()
+    timer = threading.Timer(0.5, gpus.exchange.abort)
     timer.start()
     ended.synchronize()
     return not ended_early

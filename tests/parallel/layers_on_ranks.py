@@ -35,7 +35,9 @@ class Pair(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.tanh(self.up(x))
-        return torch.stack([self.down(y), self.down(y, residual=x)])
+        summed, normed = self.down.forward_and_norm(y, x, torch.tanh)
+        begun = self.down.begin(y, x).end(torch.tanh)
+        return torch.stack([self.down(y), summed, normed, *begun])
 
 
 class Merged(nn.Module):

@@ -33,3 +33,16 @@ def test_graphs_hold_sums(on_ranks, tmp_path, size) -> None:
 
 def test_a_sum_that_nobody_joins_can_be_given_up(on_ranks, tmp_path) -> None:
     assert on_ranks(2, PROGRAM, "give_up", store=str(tmp_path / "store"))[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_that_are_begun_and_ended(on_ranks, tmp_path, size, dtype) -> None:
+    ranks = on_ranks(size, PROGRAM, "begun_sums", store=str(tmp_path / "store"), dtype=dtype)
+    for found in ranks[1:]:
+        for total, first in zip(found, ranks[0], strict=True):
+            assert torch.equal(total, first)
+
+
+def test_a_begun_sum_that_nobody_joins_can_be_given_up(on_ranks, tmp_path) -> None:
+    assert on_ranks(2, PROGRAM, "give_up_begun", store=str(tmp_path / "store"))[0]

@@ -13,14 +13,8 @@ import torch.distributed as dist
 
 from hybridserve.kernels.all_reduce import GIVEN_UP, MAX_PROGRAMS, signal_bytes
 from hybridserve.parallel import peer_memory
-from hybridserve.parallel.peer_memory import (
-    MAX_MESSAGE_BYTES,
-    CudaDriver,
-    Unreachable,
-    as_rows,
-    one_shot_bytes,
-    open_peers,
-)
+from hybridserve.parallel.peer_memory import CudaDriver, Unreachable
+from hybridserve.parallel.peer_sums import MAX_MESSAGE_BYTES, as_rows, one_shot_bytes, open_peers
 
 CPU = torch.device("cpu")
 HALF = 4096
@@ -52,6 +46,9 @@ class HostDriver:
         for start, block in self.held.items():
             if start <= address < start + block.numel():
                 block[address - start :][:num_bytes] = value
+
+    def copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
+        ctypes.memmove(to, source, num_bytes)
 
     def close(self, address: int) -> None:
         self.opened.remove(address)

@@ -37,13 +37,28 @@ def make(demo_model: Path, size: int, enforce_eager: bool) -> LLM:
     )
 
 
-def answers(demo_model: Path, size: int, enforce_eager: bool, params: SamplingParams) -> list[list[int]]:
+def answers(
+    demo_model: Path,
+    size: int,
+    enforce_eager: bool,
+    params: SamplingParams,
+    prompts: list[list[int]] = PROMPTS,
+) -> list[list[int]]:
     llm = make(demo_model, size, enforce_eager)
     try:
-        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
     finally:
         llm.shutdown()
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_steps_in_two_parts_answer_as_one_gpu(demo_model) -> None:
+    """Steps so long that half of them is computed while the other half's sums are under way."""
+    prompts = [[11 * at % 8192 for at in range(1, size + 1)] for size in (2600, 4100, 1900, 900)]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    wanted = answers(demo_model, 1, False, params, prompts)
+    for size in SIZES:
+        assert answers(demo_model, size, False, params, prompts) == wanted, size
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,21 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from hybridserve.parallel.comm_benchmark.settings import BenchmarkSettings, Case, LayerShape
+from hybridserve.parallel.layers.sums import Summand
+from hybridserve.parallel.peer_sums import Norm
+
+
+class Summed(NamedTuple):
+    total: torch.Tensor
+
+    def end(self, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.total, norm(self.total)
 
 
 class ThreadWire:
@@ -20,6 +29,14 @@ class ThreadWire:
     def all_reduce(self, x: torch.Tensor, label: str) -> torch.Tensor:
         self._count(label, x)
         return x.copy_(sum(self._exchange(x)))
+
+    def sum_and_norm(
+        self, part: Summand, residual: torch.Tensor, norm: Norm, label: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.begin_sum(part, residual, label).end(norm)
+
+    def begin_sum(self, part: Summand, residual: torch.Tensor, label: str) -> "Summed":
+        return Summed(self.all_reduce(part(residual if self.rank == 0 else None), label))
 
     def all_gather_into(self, out: torch.Tensor, x: torch.Tensor, label: str) -> None:
         self._count(label, out)

@@ -52,7 +52,8 @@ def test_every_collective_and_size_is_there(report) -> None:
 
 def test_strategies_that_do_not_fit_say_why(report) -> None:
     rows = [row for row in report["strategies"] if "unavailable" in row]
-    assert {(row["strategy"], row["ranks"]) for row in rows} == {("value_heads", 4), ("gather_state", 4)}
+    names = ("value_heads", "value_heads_in_parts", "gather_state")
+    assert {(row["strategy"], row["ranks"]) for row in rows} == {(name, 4) for name in names}
     assert {row["unavailable"] for row in rows} == {"4 ranks do not divide num_v_heads 2; these do: 1, 2"}
 
 
@@ -60,7 +61,8 @@ def test_bytes_of_the_strategies_are_counted_at_the_group(report) -> None:
     """n ranks: an all-reduce sends 2(n-1)/n, a gather (n-1)/n of the message; only one moves states."""
     shape = SHAPE
     rows = [row for row in report["strategies"] if "unavailable" not in row]
-    assert {row["ranks"] for row in rows} == {1, 2, 4} and len(rows) == 2 * (3 * 4 - 2)
+    # the chain is of a prefill on two ranks
+    assert {row["ranks"] for row in rows} == {1, 2, 4} and len(rows) == 2 * (3 * 4 - 2) + 1
     hidden, projected = 4 * shape.hidden_size, 4 * shape.projected_width
     for row in rows:
         n, tokens = row["ranks"], row["tokens"]
@@ -72,6 +74,7 @@ def test_bytes_of_the_strategies_are_counted_at_the_group(report) -> None:
             "gather_projections": gathered,
             "gather_state": gathered + state / tokens,
         }
+        expected["value_heads_in_parts"] = expected["value_heads"]
         if n == 1:
             expected["head_v_dim"] = 0.0
         assert row["wire_bytes_per_token"] == pytest.approx(expected[row["strategy"]]), row

@@ -7,7 +7,12 @@ from hybridserve.kernels.linear_attention.reference import gdn_gates_reference, 
 from hybridserve.parallel.comm_benchmark.mixer import CONTEXT, LayerWeights, Mixer, random_weights, whole
 from hybridserve.parallel.comm_benchmark.settings import Case, LayerShape
 from hybridserve.parallel.comm_benchmark.shares import state_of
-from hybridserve.parallel.comm_benchmark.strategies import STRATEGIES, GatherState, ValueHeads
+from hybridserve.parallel.comm_benchmark.strategies import (
+    STRATEGIES,
+    GatherState,
+    ValueHeads,
+    ValueHeadsInParts,
+)
 
 CPU = torch.device("cpu")
 CASES = [Case("decode", 1), Case("decode", 5), Case("prefill", 70)]
@@ -58,10 +63,16 @@ def test_every_rank_has_the_layers_output_and_its_states(make, size, case, shape
 
     def program(rank, wire):
         strategy = make(shape, weights, case, rank, size)
-        return strategy.step(inputs(shape, case), wire), *strategy.kept_state()
+        x = inputs(shape, case)
+        streams = strategy.step((torch.ones_like(x), x), wire)
+        return streams, *strategy.kept_state()
 
-    for output, part, state in on_threads(size, program):
-        torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
+    for (output, normed), part, state in on_threads(size, program):
+        torch.testing.assert_close(output.double(), 1 + expected, rtol=1e-4, atol=1e-5)
+        scale = ((1 + expected).square().mean(-1, keepdim=True) + shape.eps).rsqrt()
+        torch.testing.assert_close(
+            normed.double(), (1 + expected) * scale * weights.next_norm, rtol=1e-4, atol=1e-5
+        )
         torch.testing.assert_close(state.double(), state_of(states, part), rtol=1e-4, atol=1e-5)
 
 
@@ -75,6 +86,7 @@ def test_messages(case, shape, on_threads) -> None:
         "head_v_dim": {"hidden": tokens * hidden, "norm": tokens * 4 * shape.num_v_heads},
         "gather_projections": {"hidden": tokens * hidden, "projections": tokens * 4 * shape.projected_width},
     }
+    expected["value_heads_in_parts"] = expected["value_heads"]
     expected["gather_state"] = {
         **expected["gather_projections"],
         "state": case.sequences * shape.state_bytes,
@@ -82,7 +94,8 @@ def test_messages(case, shape, on_threads) -> None:
     for make in STRATEGIES:
 
         def program(rank, wire, make=make):
-            make(shape, weights, case, rank, 2).step(inputs(shape, case), wire)
+            x = inputs(shape, case)
+            make(shape, weights, case, rank, 2).step((x, x), wire)
             return wire.sent
 
         assert on_threads(2, program) == [expected[make.name]] * 2, make.name
@@ -96,11 +109,26 @@ def test_steps_go_on_from_each_other(shape, on_threads) -> None:
     def program(rank, wire):
         strategies = [make(shape, weights, case, rank, 2) for make in (ValueHeads, GatherState)]
         for _ in range(2):
-            outputs = [strategy.step(inputs(shape, case), wire) for strategy in strategies]
+            x = inputs(shape, case)
+            outputs = [strategy.step((x, x), wire) for strategy in strategies]
         return outputs
 
     for split, gathered in on_threads(2, program):
         torch.testing.assert_close(split, gathered, rtol=1e-4, atol=1e-5)
+
+
+def test_a_chain_of_layers_in_parts_is_the_same_chain(shape, on_threads) -> None:
+    weights = random_weights(shape, torch.float32, CPU, seed=1)
+    case = Case("prefill", 70)
+
+    def program(rank, wire):
+        x = inputs(shape, case)
+        kinds = (ValueHeads, ValueHeadsInParts)
+        chains = [[make(shape, weights, case, rank, 2) for _ in range(3)] for make in kinds]
+        return [make.run(layers, (x, x), wire) for make, layers in zip(kinds, chains, strict=True)]
+
+    for plain, in_parts in on_threads(2, program):
+        torch.testing.assert_close(in_parts, plain, rtol=1e-4, atol=1e-5)
 
 
 def test_decode_in_one_launch_is_the_same_layer(shape) -> None:

@@ -4,16 +4,17 @@ Also what they tell each other on the way, and what they read of the checkpoint.
 """
 
 import runpy
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from hybridserve.parallel.group import TensorParallelGroup
-from hybridserve.parallel.peer_memory import Norm
+from hybridserve.parallel.peer_sums import Norm
 from hybridserve.replicas.models.config import load_model_config
 from hybridserve.replicas.models.registry import load_model
 from hybridserve.replicas.models.sharding import shard_config, with_splits
@@ -77,6 +78,56 @@ def generate_by_peers(
     return result
 
 
+class GlooExchange:
+    """Sums as copy engines make them: begun, ended in order, and no more than two under way."""
+
+    def __init__(self, group: TensorParallelGroup) -> None:
+        self._group = group
+        self._under_way: deque[BegunHere] = deque()
+        self.sums = 0
+
+    def takes(self, rows: int, width: int, dtype: torch.dtype) -> bool:
+        return True
+
+    def begin(self, x: torch.Tensor, residual: torch.Tensor) -> "BegunHere":
+        assert x.is_contiguous() and len(self._under_way) < 2
+        self._under_way.append(BegunHere(self, x, residual))
+        return self._under_way[-1]
+
+    def end(self, begun: "BegunHere", norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+        assert begun is self._under_way.popleft()
+        self.sums += 1
+        total = self._group.all_reduce(begun.x.clone()) + begun.residual
+        return total, norm(total)
+
+
+class BegunHere(NamedTuple):
+    exchange: GlooExchange
+    x: torch.Tensor
+    residual: torch.Tensor
+
+    def end(self, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.exchange.end(self, norm)
+
+
+def generate_in_parts(
+    group: TensorParallelGroup, folder: str, splits: tuple[str, str]
+) -> tuple[torch.Tensor, list[list[int]]]:
+    """As `generate`, every step of two tokens and more in two parts whose sums are begun and ended."""
+    return generate(group, folder, splits, overlaps_from=2)
+
+
+def generate_by_exchange(
+    group: TensorParallelGroup, folder: str, splits: tuple[str, str]
+) -> tuple[torch.Tensor, list[list[int]]]:
+    """As `generate_in_parts`, by what the ranks' copy engines would do."""
+    exchange = GlooExchange(group)
+    result = generate_in_parts(replace(group, exchange=exchange), folder, splits)
+    layers = load_model_config(folder).num_layers
+    assert exchange.sums == 2 * 2 * layers * (STEPS + 3), exchange.sums
+    return result
+
+
 def build(
     group: TensorParallelGroup, folder: str, dtype: torch.dtype, splits: tuple[str, str]
 ) -> tuple[ModelConfig, Any]:
@@ -89,11 +140,15 @@ def build(
 
 
 def generate(
-    group: TensorParallelGroup, folder: str, splits: tuple[str, str] = ("heads", "intermediate")
+    group: TensorParallelGroup,
+    folder: str,
+    splits: tuple[str, str] = ("heads", "intermediate"),
+    overlaps_from: int | None = None,
 ) -> tuple[torch.Tensor, list[list[int]]]:
     """Logits of all steps, and the greedy tokens of three prompts: one alone, cut in two chunks, of which the
     second runs beside another prompt; then decode rows of both beside a third; then rows of all."""
     config, loaded = build(group, folder, torch.float32, splits)
+    loaded.model.model.overlaps_from = overlaps_from
     texts = [KIT["random_tokens"](size, config.vocab_size, seed=size) for size in PROMPTS]
     done, out, logits = [0] * len(texts), [[] for _ in texts], []
     vocabulary = loaded.model.vocabulary

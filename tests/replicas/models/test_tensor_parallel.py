@@ -87,6 +87,20 @@ def test_sums_that_norms_are_fused_with(on_ranks, program, kit, tmp_path, kind, 
     check(on_ranks, program, kit, tmp_path, [(2, splits)], "generate_by_peers")
 
 
+@pytest.mark.parametrize(
+    ("kind", "splits", "function"),
+    [
+        ("qwen3_5", HEADS, "generate_in_parts"),
+        ("qwen3_5", CHANNELS, "generate_by_exchange"),
+        ("qwen3_5_moe", EXPERTS, "generate_in_parts"),
+        ("qwen3_5_moe", HEADS, "generate_by_exchange"),
+    ],
+)
+def test_steps_in_two_parts(on_ranks, program, kit, tmp_path, kind, splits, function) -> None:
+    kit.save_random_model(tmp_path, "lfl", kind=kind, attention_bias=True)
+    check(on_ranks, program, kit, tmp_path, [(2, splits)], function)
+
+
 def test_stacked_experts_by_ranks(on_ranks, program, kit, tmp_path) -> None:
     """Experts as one tensor a layer, of which a rank reads its own."""
     kit.save_random_model(tmp_path, "l", kind="qwen3_5_moe")
