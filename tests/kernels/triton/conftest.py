@@ -11,8 +11,8 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def _names_are_looked_up_once() -> Iterator[None]:
-    """Before each call of a device function, Triton's interpreter looks through the language's names for built-in
-    functions, which it then replaces: half of its time. Which names those are never changes."""
+    """Before each call of a device function, Triton's interpreter looks through the language's names for
+    built-in functions, which it then replaces: half of its time. Which names those are never changes."""
     # not before it is known whether kernels are interpreted
     from triton import language
     from triton.runtime import interpreter
