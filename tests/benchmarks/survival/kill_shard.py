@@ -43,7 +43,7 @@ DEMO_MODEL = ROOT / "configs" / "demo-model"
 NODES = 3
 PROMPTS = [tuple(range(3 + 11 * index, 40 + 13 * index)) for index in range(4)]
 ANSWER_TOKENS = 24
-HELD_TOKENS = 1000
+HELD_TOKENS = 600
 LIMIT_S = 90.0
 
 
