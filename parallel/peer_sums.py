@@ -9,7 +9,15 @@ from typing import Protocol
 
 import torch
 
-from hybridserve.kernels.all_reduce import GIVEN_UP, MAX_PROGRAMS, PeerMemory, signal_bytes
+from hybridserve.kernels.all_reduce import (
+    MAX_PROGRAMS,
+    WORD_BYTES,
+    PeerMemory,
+    Slots,
+    signal_bytes,
+    slot_bytes,
+)
+from hybridserve.kernels.hopper import has_dependent_launches
 from hybridserve.parallel.peer_memory import CudaDriver, Driver, share
 from hybridserve.parallel.rendezvous import Store
 
@@ -18,11 +26,15 @@ MAX_MESSAGE_BYTES = 8 * 2**20
 ONE_SHOT_BYTES = {2: MAX_MESSAGE_BYTES, 4: 512 * 2**10, 8: 256 * 2**10}
 """Ranks, at most -> the longest message that each rank reads whole from all others. Between two ranks the
 second shot saves no bytes; for 4 and 8 these are estimates, not measured."""
+LOW_LATENCY_SENT = 512 * 2**10
+"""What a rank sends in all, at most, for a message to be written into the others' memory with numbers. Two
+H200 gain from it up to here; more ranks were not measured."""
 MAX_WIDTH = 16384
 """A program holds a whole row."""
 NARROW, USUAL_WIDTH = 1024, 4096
 """Rows of less than `NARROW` elements are summed as longer ones where they make up such, of `USUAL_WIDTH` at
 most: a program waits for each of its rows."""
+_GIVEN_UP_BYTES = 4
 
 
 class Norm(Protocol):
@@ -42,6 +54,8 @@ class PeerAllReduce:
 
     def __init__(self, memory: PeerMemory, abort: Callable[[], None]) -> None:
         self.memory = memory
+        self.dependent = has_dependent_launches(memory.buffers.device)
+        """Whether sums are launched before the kernel ahead of them has ended."""
         self._abort = abort
 
     def takes(self, rows: int, width: int, dtype: torch.dtype) -> bool:
@@ -51,13 +65,14 @@ class PeerAllReduce:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., width], one that `takes` takes. Returns the sum, in memory of its own."""
-        from hybridserve.kernels.all_reduce.triton_peers import one_shot_all_reduce, two_shot_all_reduce
+        from hybridserve.kernels.all_reduce.triton_peers import two_shot_all_reduce
 
         flat = as_rows(x.contiguous())
-        if flat.numel() * flat.element_size() <= one_shot_bytes(self.memory.world_size):
-            total, _ = one_shot_all_reduce(self.memory, flat)
+        whole = self._in_one_step(flat)
+        if whole is not None:
+            total, _ = whole(self.memory, flat, dependent=self.dependent)
         else:
-            total = two_shot_all_reduce(self.memory, flat)
+            total = two_shot_all_reduce(self.memory, flat, dependent=self.dependent)
         return total.view(x.shape)
 
     def sum_and_norm(
@@ -65,15 +80,27 @@ class PeerAllReduce:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x: this rank's part [T, width]; residual: [T, width], the same on all ranks.
 
-        Returns (the sum of all parts and the residual, its norm), from one launch where every rank reads
+        Returns (the sum of all parts and the residual, its norm), from one launch where every rank has
         the parts whole.
         """
-        from hybridserve.kernels.all_reduce.triton_peers import one_shot_all_reduce, two_shot_all_reduce
+        from hybridserve.kernels.all_reduce.triton_peers import two_shot_all_reduce
 
-        if x.numel() * x.element_size() <= one_shot_bytes(self.memory.world_size):
-            return one_shot_all_reduce(self.memory, x, residual=residual, weight=norm.weight, eps=norm.eps)
-        total = two_shot_all_reduce(self.memory, x, residual=residual)
+        whole = self._in_one_step(x)
+        how = {"residual": residual, "dependent": self.dependent}
+        if whole is not None:
+            return whole(self.memory, x, weight=norm.weight, eps=norm.eps, **how)
+        total = two_shot_all_reduce(self.memory, x, **how)
         return total, norm(total)
+
+    def _in_one_step(self, x: torch.Tensor) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None:
+        """What sums [T, width] from whole parts of all ranks; None where the bytes are too many for that."""
+        from hybridserve.kernels.all_reduce.triton_low_latency import low_latency_all_reduce
+        from hybridserve.kernels.all_reduce.triton_peers import one_shot_all_reduce
+
+        if self.memory.slots.takes(*x.shape, x.element_size()):
+            return low_latency_all_reduce
+        fits = x.numel() * x.element_size() <= one_shot_bytes(self.memory.world_size)
+        return one_shot_all_reduce if fits else None
 
     def abort(self) -> None:
         """End the waiting for a rank that is gone, now and from now on; what sums return means nothing any
@@ -92,6 +119,13 @@ def one_shot_bytes(world_size: int) -> int:
     return next((limit for ranks, limit in ONE_SHOT_BYTES.items() if world_size <= ranks), 0)
 
 
+def low_latency_words(world_size: int) -> int:
+    """Words of the longest message that is written into the others' memory."""
+    others = max(1, world_size - 1)
+    # a word is sent as twice its bytes; slots begin at multiples of 16 bytes
+    return LOW_LATENCY_SENT // (2 * others) // WORD_BYTES // 4 * 4
+
+
 def open_peers(
     rank: int,
     size: int,
@@ -107,19 +141,36 @@ def open_peers(
     check: called while the others are waited for; may raise. Returns what sums, or None on all ranks, and
     why, when one of them cannot reach another.
     """
-    # signals after both halves: one allocation, one handle
-    num_bytes = 2 * half_bytes + signal_bytes(size)
+    # one allocation, one handle: both halves of the buffer, slots, signals, whether waiting is given up
+    max_words = min(low_latency_words(size), half_bytes // WORD_BYTES // 4 * 4)
+    slots_at = 2 * half_bytes
+    signals_at = slots_at + slot_bytes(size, max_words)
+    given_up_at = signals_at + signal_bytes(size)
+    num_bytes = given_up_at + _GIVEN_UP_BYTES
     addresses, used, reason = share(rank, size, store, num_bytes, lambda: driver or CudaDriver(device), check)
     if used is None:
         return None, reason
-    signals = [one + 2 * half_bytes for one in addresses]
+
+    def table(offset: int) -> torch.Tensor:
+        return torch.tensor([one + offset for one in addresses], dtype=torch.int64, device=device)
+
+    given_up = addresses[rank] + given_up_at
     memory = PeerMemory(
         rank,
         size,
-        torch.tensor(addresses, dtype=torch.int64, device=device),
-        torch.tensor(signals, dtype=torch.int64, device=device),
+        table(0),
+        table(signals_at),
         torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device),
         half_bytes,
+        given_up,
+        Slots(table(slots_at), torch.zeros(2, dtype=torch.int32, device=device), max_words),
+        _programs(device),
     )
-    own_signals = signals[rank]
-    return PeerAllReduce(memory, lambda: used.fill(own_signals, GIVEN_UP, signal_bytes(size))), ""
+    return PeerAllReduce(memory, lambda: used.fill(given_up, 1, _GIVEN_UP_BYTES)), ""
+
+
+def _programs(device: torch.device) -> int:
+    """So many that one fits a multiprocessor each; GPUs of one replica are of one kind."""
+    if device.type != "cuda":
+        return MAX_PROGRAMS
+    return min(MAX_PROGRAMS, torch.cuda.get_device_properties(device).multi_processor_count)

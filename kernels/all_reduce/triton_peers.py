@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hybridserve.kernels.all_reduce.peers import MAX_PROGRAMS, PeerMemory
+from hybridserve.kernels.all_reduce.peers import PeerMemory
 
 WRITE, SUM, READ = 1, 2, 4
 """Phases of a call. On a GPU a call does all at once; without one, virtual ranks do them one after another,
@@ -30,24 +30,37 @@ def _half(buffers, rank, start, dtype: tl.constexpr):
 
 
 @triton.jit
-def _barrier(signals, program, which, rank, call, WORLD: tl.constexpr, LANES: tl.constexpr):
-    """Tell every rank's program of the same number that this one is here, and wait until all have told."""
+def _barrier(signals, given_up, program, which, rank, call, WORLD: tl.constexpr, LANES: tl.constexpr):
+    """Tell every rank's program of the same number that this one is here, and wait until all have told, or
+    until waiting is given up. LANES: more than WORLD."""
     lane = tl.arange(0, LANES)
-    # lanes beyond the ranks repeat the last one's: a word may be set to the same number twice
     peer = tl.minimum(lane, WORLD - 1)
     base = tl.load(signals + peer)
     place = (program * 2 + which) * WORLD
     theirs = (base + (place + rank) * 4).to(tl.pointer_type(tl.int32))
     # all threads' reads and writes before this are before the signal
     tl.debug_barrier()
-    tl.atomic_xchg(theirs, tl.full([LANES], 0, tl.int32) + call, sem="release", scope="sys")
+    number = tl.full([LANES], 0, tl.int32) + call
+    tl.atomic_xchg(theirs, number, lane < WORLD, sem="release", scope="sys")
     own = _address(signals, rank, tl.int32) + place + peer
+    # lanes beyond the ranks look whether waiting is given up, so that all threads know the same of both
+    own = tl.where(lane < WORLD, own, given_up.to(tl.pointer_type(tl.int32)))
     behind = 1
     while behind > 0:
         seen = tl.atomic_add(own, tl.zeros([LANES], tl.int32), sem="acquire", scope="sys")
         # differences, so that the count may wrap
-        behind = tl.sum((seen - call < 0).to(tl.int32), 0)
+        behind = tl.sum(((lane < WORLD) & (seen - call < 0)).to(tl.int32), 0)
+        ended = tl.sum(((lane >= WORLD) & (seen != 0)).to(tl.int32), 0)
+        behind = tl.where(ended > 0, 0, behind)
     tl.debug_barrier()
+
+
+@triton.jit
+def launch_dependents_and_wait():
+    """What comes behind may start once all programs have come here, and so can take none of their places: it
+    may fetch its weights while the ranks wait for each other. Returns when the kernel ahead has ended."""
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -61,12 +74,13 @@ def _begin(calls, program, counts: tl.constexpr):
     return call
 
 
-@triton.jit(do_not_specialize=["num_rows", "rank"])
+@triton.jit(do_not_specialize=["num_rows", "rank", "given_up"])
 def _one_shot_kernel(
     x,
     buffers,
     signals,
     calls,
+    given_up,
     residual,
     weight,
     total,
@@ -81,22 +95,28 @@ def _one_shot_kernel(
     LANES: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     WRITES: tl.constexpr,
     READS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    call = _begin(calls, program, WRITES)
-    start = (call & 1).to(tl.int64) * half_elements
     cols = tl.arange(0, BLOCK_D)
     mask = cols < D
     dtype: tl.constexpr = total.dtype.element_ty
+    if HAS_NORM and READS:
+        # as old as the model: needs no waiting for
+        scales = tl.load(weight + cols, mask, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        launch_dependents_and_wait()
+    call = _begin(calls, program, WRITES)
+    start = (call & 1).to(tl.int64) * half_elements
     if WRITES:
         mine = _half(buffers, rank, start, dtype)
         for row in range(program, num_rows, tl.num_programs(0)):
             at = (tl.full([], 0, tl.int64) + row) * D + cols
             tl.store(mine + at, tl.load(x + at, mask, other=0.0), mask)
     if WRITES and READS:
-        _barrier(signals, program, 0, rank, call, WORLD, LANES)
+        _barrier(signals, given_up, program, 0, rank, call, WORLD, LANES)
     if READS:
         for row in range(program, num_rows, tl.num_programs(0)):
             at = (tl.full([], 0, tl.int64) + row) * D + cols
@@ -112,16 +132,16 @@ def _one_shot_kernel(
                 # of the rounded sum, as a norm after an unfused sum would see it
                 y = rounded.to(tl.float32)
                 scale = tl.rsqrt(tl.sum(y * y, 0) / D + eps)
-                y = y * scale * tl.load(weight + cols, mask, other=0.0).to(tl.float32)
-                tl.store(normed + at, y.to(dtype), mask)
+                tl.store(normed + at, (y * scale * scales).to(dtype), mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "rank"])
+@triton.jit(do_not_specialize=["num_rows", "rank", "given_up"])
 def _two_shot_kernel(
     x,
     buffers,
     signals,
     calls,
+    given_up,
     residual,
     total,
     num_rows,
@@ -132,6 +152,7 @@ def _two_shot_kernel(
     WORLD: tl.constexpr,
     LANES: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     WRITES: tl.constexpr,
     SUMS: tl.constexpr,
     READS: tl.constexpr,
@@ -139,10 +160,12 @@ def _two_shot_kernel(
     """Rows turn * WORLD to turn * WORLD + WORLD - 1 are a turn: row turn * WORLD + r is summed by rank r, and
     the same program of every rank has the turn, so that programs wait for their like alone."""
     program = tl.program_id(0)
-    call = _begin(calls, program, WRITES)
-    start = (call & 1).to(tl.int64) * half_elements
     cols = tl.arange(0, BLOCK_D)
     mask = cols < D
+    if DEPENDENT:
+        launch_dependents_and_wait()
+    call = _begin(calls, program, WRITES)
+    start = (call & 1).to(tl.int64) * half_elements
     dtype: tl.constexpr = total.dtype.element_ty
     mine = _half(buffers, rank, start, dtype)
     step = tl.num_programs(0)
@@ -155,7 +178,7 @@ def _two_shot_kernel(
                     at = (tl.full([], 0, tl.int64) + row) * D + cols
                     tl.store(mine + at, tl.load(x + at, mask, other=0.0), mask)
     if WRITES and SUMS:
-        _barrier(signals, program, 0, rank, call, WORLD, LANES)
+        _barrier(signals, given_up, program, 0, rank, call, WORLD, LANES)
     if SUMS:
         for turn in range(program, turns, step):
             row = turn * WORLD + rank
@@ -170,7 +193,7 @@ def _two_shot_kernel(
                 # in place: nobody else reads this rank's copy of a row that is its own
                 tl.store(mine + at, acc.to(dtype), mask)
     if SUMS and READS:
-        _barrier(signals, program, 1, rank, call, WORLD, LANES)
+        _barrier(signals, given_up, program, 1, rank, call, WORLD, LANES)
     if READS:
         for turn in range(program, turns, step):
             for peer in tl.static_range(WORLD):
@@ -188,12 +211,14 @@ def one_shot_all_reduce(
     residual: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    dependent: bool = False,
     phases: int = ALL,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Sum the ranks' x; all ranks must make the same calls in the same order.
 
     x: [T, D], contiguous. residual: [T, D], the same on all ranks, is added. weight: [D], plain; with it the
         sum's RMSNorm over D comes back too, computed from the rounded sum. phases: WRITE and READ.
+    dependent: launch before the kernel ahead in the stream has ended (programmatic dependent launch).
     Returns (sum [T, D] in x's dtype, normed [T, D] or None): the same bits on all ranks. Can be captured.
 
     Raises:
@@ -202,11 +227,12 @@ def one_shot_all_reduce(
     rows, dim = _checked(memory, x)
     total = torch.empty_like(x)
     normed = torch.empty_like(x) if weight is not None else None
-    _one_shot_kernel[(MAX_PROGRAMS,)](
+    _one_shot_kernel[(memory.programs,)](
         x,
         memory.buffers,
         memory.signals,
         memory.calls,
+        memory.given_up,
         total if residual is None else residual,
         total if weight is None else weight,
         total,
@@ -219,22 +245,28 @@ def one_shot_all_reduce(
         READS=bool(phases & READ),
         HAS_RESIDUAL=residual is not None,
         HAS_NORM=weight is not None,
-        **_form(memory, dim),
+        **_form(memory, dim, dependent),
     )
     return total, normed
 
 
 def two_shot_all_reduce(
-    memory: PeerMemory, x: torch.Tensor, *, residual: torch.Tensor | None = None, phases: int = ALL
+    memory: PeerMemory,
+    x: torch.Tensor,
+    *,
+    residual: torch.Tensor | None = None,
+    dependent: bool = False,
+    phases: int = ALL,
 ) -> torch.Tensor:
     """As `one_shot_all_reduce` without the norm, for messages whose bytes count. phases: all three."""
     rows, dim = _checked(memory, x)
     total = torch.empty_like(x)
-    _two_shot_kernel[(MAX_PROGRAMS,)](
+    _two_shot_kernel[(memory.programs,)](
         x,
         memory.buffers,
         memory.signals,
         memory.calls,
+        memory.given_up,
         total if residual is None else residual,
         total,
         rows,
@@ -244,20 +276,22 @@ def two_shot_all_reduce(
         SUMS=bool(phases & SUM),
         READS=bool(phases & READ),
         HAS_RESIDUAL=residual is not None,
-        **_form(memory, dim),
+        **_form(memory, dim, dependent),
     )
     return total
 
 
-def _form(memory: PeerMemory, dim: int) -> dict[str, int]:
+def _form(memory: PeerMemory, dim: int, dependent: bool) -> dict[str, int]:
     block = triton.next_power_of_2(dim)
     return {
         "D": dim,
         "BLOCK_D": block,
         "WORLD": memory.world_size,
-        "LANES": triton.next_power_of_2(memory.world_size),
-        # 16 elements a thread: few enough that a row is one wave of loads from each peer
-        "num_warps": min(16, max(4, block // 512)),
+        "LANES": triton.next_power_of_2(memory.world_size + 1),
+        "DEPENDENT": dependent,
+        # 8 elements a thread: a row is one access of 16 bytes to each peer
+        "num_warps": min(16, max(4, block // 256)),
+        **({"launch_pdl": True} if dependent else {}),
     }
 
 

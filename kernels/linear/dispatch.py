@@ -15,6 +15,7 @@ def linear(
     out_dtype: torch.dtype | None = None,
     consume_residual: bool = False,
     dependent: bool = False,
+    read_ahead: bool = False,
 ) -> torch.Tensor:
     """x W^T (+ bias) (+ residual), summed in fp32 on a GPU. A row of the result depends on no other row of x.
 
@@ -23,6 +24,8 @@ def linear(
     consume_residual: the residual is not needed afterwards and may be overwritten, even be what is returned.
     dependent: a decode product may read its weight before the kernels ahead of it in the stream have ended
         (programmatic dependent launch). For weights that were complete before those kernels were launched.
+    read_ahead: the kernel ahead waits more than it reads memory, so a dependent product of several tokens
+        has the first of its weight fetched meanwhile; one of a single token always does.
 
     Raises:
         ValueError: shapes or dtypes do not match, or bias or residual comes with `out` or `out_dtype`.
@@ -45,7 +48,8 @@ def linear(
             if x.shape[0] == 1:
                 triton_gemv.gemv(x, weight, out, **added)
             else:
-                triton_skinny.skinny(x, weight, out, **added, tile=choice.skinny_tile(*weight.shape))
+                tile = choice.skinny_tile(*weight.shape)
+                triton_skinny.skinny(x, weight, out, **added, read_ahead=read_ahead, tile=tile)
             return out
     if out_dtype == torch.float32:
         return cpu.linear_fp32(x, weight, out)
@@ -54,8 +58,12 @@ def linear(
     return cpu.linear(x, weight, bias, residual, consume_residual=consume_residual)
 
 
-def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor, *, dependent: bool = False) -> torch.Tensor:
-    """silu(x G^T) * (x U^T), where weight [2I, K] is G over U: [T, K] -> [T, I]. `dependent` as in `linear`.
+def linear_silu_and_mul(
+    x: torch.Tensor, weight: torch.Tensor, *, dependent: bool = False, read_ahead: bool = False
+) -> torch.Tensor:
+    """silu(x G^T) * (x U^T), where weight [2I, K] is G over U: [T, K] -> [T, I].
+
+    dependent, read_ahead: as in `linear`.
 
     Raises:
         ValueError: shapes do not match, or the weight has an odd number of rows.
@@ -73,7 +81,8 @@ def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor, *, dependent: boo
             if x.shape[0] == 1:
                 triton_gemv.gemv(x, weight, out, **how)
             else:
-                triton_skinny.skinny(x, weight, out, **how, tile=choice.gated_tile(rows))
+                tile = choice.gated_tile(rows)
+                triton_skinny.skinny(x, weight, out, **how, read_ahead=read_ahead, tile=tile)
             return out
     return cpu.linear_silu_and_mul(x, weight)
 

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 MAX_TOKENS = 32
+LINE_BYTES = tl.constexpr(128)
+"""Of the L2 cache."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,22 @@ class SkinnyTile:
     stages: int = 4
     parts: int = 1
     num_warps: int = 4
+
+
+@triton.jit
+def _fetch(rows, first, K, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, LINE: tl.constexpr):
+    """Ask for `STAGES` tiles of the weight's rows to come to the L2 cache. LINE: elements of one line."""
+    LINES: tl.constexpr = BLOCK_K // LINE if BLOCK_K > LINE else 1
+    for stage in tl.static_range(STAGES):
+        cols = tl.minimum(first + stage * BLOCK_K + tl.arange(0, LINES) * LINE, K - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [rows[:, None] + cols[None, :]],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit(do_not_specialize=["num_tokens", "N"])
@@ -50,6 +68,7 @@ def _skinny_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    READ_AHEAD: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     block = tl.program_id(0) // PARTS
@@ -63,6 +82,11 @@ def _skinny_kernel(
     first = part * part_k
     last = tl.minimum(first + part_k, K)
     if DEPENDENT:
+        if READ_AHEAD:
+            LINE: tl.constexpr = LINE_BYTES * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
+            _fetch(weight_ptr + held * weight_stride, first, K, BLOCK_K, STAGES, LINE)
+            if GATED:
+                _fetch(weight_ptr + (held + N) * weight_stride, first, K, BLOCK_K, STAGES, LINE)
         tl.extra.cuda.gdc_wait()
     weight_at = weight_ptr + held[:, None] * weight_stride + cols[None, :]
     up_at = weight_ptr + (held + N)[:, None] * weight_stride + cols[None, :]
@@ -143,6 +167,7 @@ def skinny(
     residual: torch.Tensor | None = None,
     gated: bool = False,
     dependent: bool = False,
+    read_ahead: bool = False,
     tile: SkinnyTile | None = None,
 ) -> None:
     """out = x W^T (+ bias) (+ residual) of 1 to 32 tokens, summed in fp32 and rounded once.
@@ -151,6 +176,7 @@ def skinny(
         float dtype.
     gated: weight is [2N, K], rows of gate first, and out = silu(gate) * up.
     dependent: launch before the kernel ahead in the stream has ended (programmatic dependent launch).
+    read_ahead: then, fetch the first tiles of the weight into the L2 cache before waiting for that kernel.
     """
     (tokens, k), rows = x.shape, out.shape[1]
     assert tokens <= MAX_TOKENS and out.shape[0] == tokens and weight.shape == ((2 if gated else 1) * rows, k)
@@ -189,6 +215,7 @@ def skinny(
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         DEPENDENT=dependent,
+        READ_AHEAD=dependent and read_ahead,
         STAGES=tile.stages,
         num_warps=tile.num_warps,
         **({"launch_pdl": True} if dependent else {}),

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hybridserve.kernels.moe.hopper import has_tensor_descriptors
+from hybridserve.kernels.hopper import has_tensor_descriptors
 from hybridserve.kernels.moe.triton_sort import sort_by_expert
 
 # fp32 is added in chains of so many products: one chain of 2,048 errs 4 times as much

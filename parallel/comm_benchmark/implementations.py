@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hybridserve.kernels.all_reduce import WORD_BYTES
 from hybridserve.kernels.rms_norm import rms_norm_residual
 from hybridserve.parallel.comm_benchmark.settings import BACKENDS
 from hybridserve.parallel.group import TensorParallelGroup
@@ -90,18 +91,40 @@ def _all_reduce_and_norm(group: TensorParallelGroup, x: torch.Tensor) -> Run:
 def _one_shot(group: TensorParallelGroup, x: torch.Tensor) -> Run:
     from hybridserve.kernels.all_reduce.triton_peers import one_shot_all_reduce
 
-    memory, rows = group.peers.memory, _as_rows(x)
-    return lambda: one_shot_all_reduce(memory, rows)[0].view(-1)
+    peers, rows = group.peers, _as_rows(x)
+    return lambda: one_shot_all_reduce(peers.memory, rows, dependent=peers.dependent)[0].view(-1)
 
 
 def _one_shot_and_norm(group: TensorParallelGroup, x: torch.Tensor) -> Run:
     from hybridserve.kernels.all_reduce.triton_peers import one_shot_all_reduce
 
-    memory, rows = group.peers.memory, _as_rows(x)
+    peers, rows = group.peers, _as_rows(x)
     residual, weight = _zeros_and_ones(rows)
+    how = {"residual": residual, "weight": weight, "eps": _EPS, "dependent": peers.dependent}
 
     def run() -> torch.Tensor:
-        total, _ = one_shot_all_reduce(memory, rows, residual=residual, weight=weight, eps=_EPS)
+        total, _ = one_shot_all_reduce(peers.memory, rows, **how)
+        return total.view(-1)
+
+    return run
+
+
+def _low_latency(group: TensorParallelGroup, x: torch.Tensor) -> Run:
+    from hybridserve.kernels.all_reduce.triton_low_latency import low_latency_all_reduce
+
+    peers, rows = group.peers, _as_rows(x)
+    return lambda: low_latency_all_reduce(peers.memory, rows, dependent=peers.dependent)[0].view(-1)
+
+
+def _low_latency_and_norm(group: TensorParallelGroup, x: torch.Tensor) -> Run:
+    from hybridserve.kernels.all_reduce.triton_low_latency import low_latency_all_reduce
+
+    peers, rows = group.peers, _as_rows(x)
+    residual, weight = _zeros_and_ones(rows)
+    how = {"residual": residual, "weight": weight, "eps": _EPS, "dependent": peers.dependent}
+
+    def run() -> torch.Tensor:
+        total, _ = low_latency_all_reduce(peers.memory, rows, **how)
         return total.view(-1)
 
     return run
@@ -110,8 +133,8 @@ def _one_shot_and_norm(group: TensorParallelGroup, x: torch.Tensor) -> Run:
 def _two_shot(group: TensorParallelGroup, x: torch.Tensor) -> Run:
     from hybridserve.kernels.all_reduce.triton_peers import two_shot_all_reduce
 
-    memory, rows = group.peers.memory, _as_rows(x)
-    return lambda: two_shot_all_reduce(memory, rows).view(-1)
+    peers, rows = group.peers, _as_rows(x)
+    return lambda: two_shot_all_reduce(peers.memory, rows, dependent=peers.dependent).view(-1)
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -151,6 +174,13 @@ def _by_peers(group: TensorParallelGroup, num_bytes: int) -> str | None:
     return None if num_bytes <= limit else f"of messages of at most {limit} bytes"
 
 
+def _by_slots(group: TensorParallelGroup, num_bytes: int) -> str | None:
+    if group.peers is None:
+        return group.why_no_peers
+    limit = group.peers.memory.slots.max_words * WORD_BYTES
+    return None if num_bytes <= limit else f"of messages of at most {limit} bytes"
+
+
 for _backend in BACKENDS:
     for _collective, _name, _prepare in (
         ("all_reduce", _backend, _all_reduce),
@@ -165,3 +195,5 @@ for _name, _prepare in (
     ("one_shot_rms_norm", _one_shot_and_norm),
 ):
     register(Implementation(_name, "all_reduce", _prepare, _by_peers))
+for _name, _prepare in (("low_latency", _low_latency), ("low_latency_rms_norm", _low_latency_and_norm)):
+    register(Implementation(_name, "all_reduce", _prepare, _by_slots))

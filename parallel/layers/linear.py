@@ -28,10 +28,14 @@ class FusedColumnLinear(Layer):
         sections: Mapping[str, Cut],
         *,
         bias: bool = False,
+        after_sum: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """after_sum: the input comes from a sum over several ranks, so the first of the weight is read while
+        they wait for each other."""
         super().__init__()
+        self.after_sum = after_sum
         rows = sum(cut.count for cut in sections.values())
         self.section_sizes = tuple(cut.count for cut in sections.values())
         self.weight = ShardedParameter(_empty_weight(rows, in_features, dtype, device), sections)
@@ -42,8 +46,8 @@ class FusedColumnLinear(Layer):
     def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x: [T, in_features]. Returns [T, rows of this rank], sections side by side, in `out` if given."""
         if self.bias is None or out is None:
-            return linear(x, self.weight, self.bias, out=out, dependent=True)
-        return out.copy_(linear(x, self.weight, self.bias, dependent=True))
+            return linear(x, self.weight, self.bias, out=out, dependent=True, read_ahead=self.after_sum)
+        return out.copy_(linear(x, self.weight, self.bias, dependent=True, read_ahead=self.after_sum))
 
 
 class ColumnParallelLinear(FusedColumnLinear):
@@ -76,13 +80,14 @@ class MergedColumnParallelLinear(FusedColumnLinear):
         *,
         what: str = "out_features",
         bias: bool = False,
+        after_sum: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         for total in sections.values():
             divide(what, total, group.size)
         cuts = {name: even(total, group.rank, group.size) for name, total in sections.items()}
-        super().__init__(in_features, cuts, bias=bias, dtype=dtype, device=device)
+        super().__init__(in_features, cuts, bias=bias, after_sum=after_sum, dtype=dtype, device=device)
 
 
 class GateUpLinear(MergedColumnParallelLinear):
@@ -98,11 +103,19 @@ class GateUpLinear(MergedColumnParallelLinear):
         device: torch.device,
     ) -> None:
         sections = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        super().__init__(in_features, sections, group, what="intermediate_size", dtype=dtype, device=device)
+        super().__init__(
+            in_features,
+            sections,
+            group,
+            what="intermediate_size",
+            after_sum=group.size > 1,
+            dtype=dtype,
+            device=device,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, in_features]. Returns [T, this rank's part of intermediate_size]."""
-        return linear_silu_and_mul(x, self.weight, dependent=True)
+        return linear_silu_and_mul(x, self.weight, dependent=True, read_ahead=self.after_sum)
 
 
 class QKVParallelLinear(FusedColumnLinear):
@@ -122,6 +135,7 @@ class QKVParallelLinear(FusedColumnLinear):
         *,
         output_gate: bool,
         bias: bool,
+        after_sum: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -131,7 +145,7 @@ class QKVParallelLinear(FusedColumnLinear):
             q_ranges += head_ranges(shard.heads, q_width, head_dim, base=head_dim)
         kv = Cut(total_num_kv_heads * head_dim, head_ranges(shard.shared_heads, head_dim, head_dim))
         sections = {"q_proj": Cut(total_num_heads * q_width, q_ranges), "k_proj": kv, "v_proj": kv}
-        super().__init__(in_features, sections, bias=bias, dtype=dtype, device=device)
+        super().__init__(in_features, sections, bias=bias, after_sum=after_sum, dtype=dtype, device=device)
         q_dim = shard.num_heads * head_dim
         self.split_sizes = [q_dim] * (2 if output_gate else 1) + [kv.count, kv.count]
 

@@ -45,6 +45,7 @@ class FullAttention(Layer):
             heads,
             output_gate=True,
             bias=spec.bias,
+            after_sum=group.size > 1,
             dtype=dtype,
             device=device,
         )

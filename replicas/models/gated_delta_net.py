@@ -99,7 +99,9 @@ class GatedDeltaNet(Layer):
                 "in_proj_b": per_head,
                 "in_proj_a": per_head,
             }
-        self.in_proj = FusedColumnLinear(hidden_size, sections, dtype=dtype, device=device)
+        self.in_proj = FusedColumnLinear(
+            hidden_size, sections, after_sum=group.size > 1, dtype=dtype, device=device
+        )
         self.in_proj_sizes = (qkv.count, value_rows.count, per_head.count, per_head.count)
         key_dim = heads.num_shared_heads * spec.head_k_dim
         self.qkv_sizes = (key_dim, key_dim, value_rows.count)

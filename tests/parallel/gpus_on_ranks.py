@@ -10,8 +10,8 @@ from hybridserve.parallel.comm_benchmark.timing import capture
 from hybridserve.parallel.group import TensorParallelGroup, connect
 from hybridserve.parallel.layers.sums import BegunSum, begin_sum
 
-SHAPES = ((1, 4096), (3, 5120), (64, 2048), (100, 4096))
-"""The last, in fp32, is just below what peers' memory takes."""
+SHAPES = ((1, 4096), (3, 5120), (64, 2048), (100, 4096), (7, 1001), (300, 4096), (32, 4096))
+"""Between 2 ranks, in bf16, (100, 4096) and (300, 4096) are read from the other; the rest is written."""
 
 LONG_ROWS, WIDTH = 2048, 4096
 """Of the longest message whose sum is begun and ended, in fp32."""
@@ -73,40 +73,79 @@ def sums(group: TensorParallelGroup, store: str, dtype: str) -> list[torch.Tenso
 
 
 def graphs(group: TensorParallelGroup, store: str) -> torch.Tensor:
-    """Three sums in a graph, by peers, NCCL, and peers; replayed often, with eager sums in between."""
+    """Sums in a graph, written to peers, read, by NCCL, and written again; replayed often, with eager sums
+    in between."""
     gpus = on_gpu(group, store)
     x = torch.zeros(4, 2048, device="cuda")
+    middle = torch.zeros(128, 2048, device="cuda")
     long = torch.zeros(2048, 2048, device="cuda")
+    slots = gpus.peers.memory.slots
+    assert slots.takes(*x.shape, 4) and not slots.takes(*middle.shape, 4)
     out = {}
 
     def step() -> None:
         out["first"] = gpus.all_reduce(x)
+        # one behind the other, nothing between them
+        out["middle"] = gpus.all_reduce(middle)
+        out["again"] = gpus.all_reduce(out["middle"])
         out["long"] = gpus.all_reduce(long.clone())
         out["last"] = gpus.all_reduce(out["first"])
 
     replay = capture(step)
     for turn in range(1, 21):
         x.fill_(turn + group.rank)
+        middle.fill_(turn)
         long.fill_(turn)
         replay()
         size, ranks = group.size, sum(range(group.size))
         assert (out["first"] == size * turn + ranks).all()
+        assert (out["middle"] == size * turn).all() and (out["again"] == size * size * turn).all()
         assert (out["long"] == size * turn).all()
         assert (out["last"] == size * (size * turn + ranks)).all()
         assert (gpus.all_reduce(x) == size * turn + ranks).all()
+        if turn % 3:
+            assert (gpus.all_reduce(middle) == size * turn).all()
     # before the group: see `CapturedGraph`
     del replay
     return out["last"].cpu()
 
 
-def give_up(group: TensorParallelGroup, store: str) -> bool:
+def many(group: TensorParallelGroup, store: str) -> list[torch.Tensor]:
+    """A thousand replays of a chain of short sums with norms, ranks late in turn. Returns every hundredth's
+    result, which all those before it have a part in."""
+    gpus = on_gpu(group, store)
+    norm = Norm(torch.full((4096,), 0.5, device="cuda"))
+    h = drawn((2, 4096), 0, 0, torch.bfloat16)
+    part = drawn((2, 4096), group.rank, 1, torch.bfloat16)
+
+    def step() -> None:
+        y = part
+        for _ in range(5):
+            total, y = gpus.peers.sum_and_norm(y, h, norm)
+        h.copy_(total / total.float().square().mean().sqrt())
+
+    replay = capture(step)
+    found = []
+    for turn in range(1000):
+        if turn % 50 == group.rank:
+            torch.cuda._sleep(1_000_000)
+        replay()
+        if turn % 100 == 99:
+            found.append(h.float().cpu())
+    del replay
+    return found
+
+
+def give_up(group: TensorParallelGroup, store: str, rows: int) -> bool:
     """Rank 0 waits for a sum that the others do not make, until it is told to give up."""
     gpus = on_gpu(group, store)
     if group.rank > 0:
         return True
     assert gpus.peers is not None, gpus.why_no_peers
     ended = torch.cuda.Event()
-    gpus.all_reduce(torch.zeros(1, 64, device="cuda"))
+    x = torch.zeros(rows, 4096, device="cuda")
+    for _ in range(2):
+        gpus.all_reduce(x)
     ended.record()
     ended_early = ended.query()
     timer = threading.Timer(0.5, gpus.abort)

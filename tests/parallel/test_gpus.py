@@ -31,8 +31,18 @@ def test_graphs_hold_sums(on_ranks, tmp_path, size) -> None:
     assert all(torch.equal(other, first) for other in others)
 
 
-def test_a_sum_that_nobody_joins_can_be_given_up(on_ranks, tmp_path) -> None:
-    assert on_ranks(2, PROGRAM, "give_up", store=str(tmp_path / "store"))[0]
+@pytest.mark.parametrize("size", SIZES)
+def test_all_ranks_hold_the_same_after_many_sums(on_ranks, tmp_path, size) -> None:
+    first, *others = on_ranks(size, PROGRAM, "many", store=str(tmp_path / "store"))
+    assert all(one.isfinite().all() for one in first)
+    for found in others:
+        assert all(torch.equal(one, wanted) for one, wanted in zip(found, first, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 100])
+def test_a_sum_that_nobody_joins_can_be_given_up(on_ranks, tmp_path, rows) -> None:
+    """Short messages are waited for in another way than long ones; a later sum is not waited for at all."""
+    assert on_ranks(2, PROGRAM, "give_up", store=str(tmp_path / "store"), rows=rows)[0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

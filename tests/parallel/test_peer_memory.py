@@ -11,10 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridserve.kernels.all_reduce import GIVEN_UP, MAX_PROGRAMS, signal_bytes
+from hybridserve.kernels.all_reduce import MAX_PROGRAMS, signal_bytes, slot_bytes
 from hybridserve.parallel import peer_memory
 from hybridserve.parallel.peer_memory import CudaDriver, Unreachable
-from hybridserve.parallel.peer_sums import MAX_MESSAGE_BYTES, as_rows, one_shot_bytes, open_peers
+from hybridserve.parallel.peer_sums import (
+    MAX_MESSAGE_BYTES,
+    as_rows,
+    low_latency_words,
+    one_shot_bytes,
+    open_peers,
+)
 
 CPU = torch.device("cpu")
 HALF = 4096
@@ -87,9 +93,15 @@ def test_all_ranks_know_all_buffers() -> None:
         memory = peers.memory
         assert (memory.rank, memory.world_size, memory.half_bytes) == (rank, 3, HALF)
         assert memory.buffers.tolist() == own
-        assert memory.signals.tolist() == [address + 2 * HALF for address in own]
+        # of so short a buffer the slots take all messages
+        words = HALF // 4
+        assert memory.slots.max_words == words and memory.slots.calls.tolist() == [0, 0]
+        assert memory.slots.slots.tolist() == [address + 2 * HALF for address in own]
+        signals = 2 * HALF + slot_bytes(3, words)
+        assert memory.signals.tolist() == [address + signals for address in own]
         assert memory.calls.tolist() == [0] * MAX_PROGRAMS
-        assert drivers[rank].held[own[rank]].numel() == 2 * HALF + signal_bytes(3)
+        assert memory.given_up == own[rank] + signals + signal_bytes(3)
+        assert drivers[rank].held[own[rank]].numel() == signals + signal_bytes(3) + 4
 
 
 @pytest.mark.parametrize("what", ["allocate", "open"])
@@ -116,12 +128,12 @@ def test_another_host_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
         assert peers is None and "is on another host" in reason
 
 
-def test_giving_up_overwrites_the_own_signals_alone() -> None:
+def test_giving_up_is_a_word_of_the_own_memory() -> None:
     drivers = [HostDriver(), HostDriver()]
     found = on_threads(drivers)
     found[0][0].abort()
     block, other = (next(iter(driver.held.values())) for driver in drivers)
-    assert (block[2 * HALF :] == GIVEN_UP).all() and not block[: 2 * HALF].any() and not other.any()
+    assert block[-4:].all() and not block[:-4].any() and not other.any()
 
 
 def test_messages_it_takes() -> None:
@@ -147,6 +159,22 @@ def test_messages_it_takes() -> None:
 )
 def test_narrow_messages_are_summed_in_longer_rows(shape: tuple[int, ...], rows: tuple[int, int]) -> None:
     assert as_rows(torch.empty(shape)).shape == rows
+
+
+def test_more_ranks_write_shorter_messages_to_each_other() -> None:
+    # 32 rows of 4,096 in bf16 between two
+    words = {size: low_latency_words(size) for size in (2, 3, 4, 8)}
+    assert words[2] * 4 == 32 * 4096 * 2
+    for size, longest in words.items():
+        assert 0 <= 512 * 2**10 - 2 * 4 * longest * (size - 1) < 32 * size and longest % 4 == 0
+
+
+def test_what_the_slots_take() -> None:
+    slots = on_threads([HostDriver(), HostDriver()])[0][0].memory.slots
+    assert slots.takes(1, 1024, 4) and slots.takes(2, 1024, 2) and not slots.takes(1, 1025, 4)
+    # two of these halves are a word, but not of two rows
+    assert slots.takes(1024, 1, 2) and not slots.takes(1025, 1, 2)
+    assert not slots.takes(1, 8, 1) and not slots.takes(0, 8, 4)
 
 
 def test_more_ranks_read_less_each() -> None:
@@ -216,7 +244,7 @@ def test_cuda_is_asked_on_the_ranks_device(runtime: Runtime) -> None:
     address = driver.allocate(100)
     assert driver.handle(address) == bytes(range(64))
     assert driver.open(bytes(range(64))) == 1
-    driver.fill(address, GIVEN_UP, 8)
+    driver.fill(address, 1, 8)
     asked, told = runtime.calls[::2], runtime.calls[1::2]
     assert asked == [("cudaSetDevice", 1)] * len(told)
     # whole pages, zeroed before anybody is told of them
@@ -225,7 +253,7 @@ def test_cuda_is_asked_on_the_ranks_device(runtime: Runtime) -> None:
         ("cudaMemsetAsync", 2**40, 0, 100, "stream"),
         ("cudaStreamSynchronize", "stream"),
     ]
-    assert told[-1] == ("cudaMemsetAsync", 2**40, GIVEN_UP, 8, "stream")
+    assert told[-1] == ("cudaMemsetAsync", 2**40, 1, 8, "stream")
 
 
 def test_what_cuda_refuses_is_named(runtime: Runtime) -> None:

@@ -130,25 +130,39 @@ def test_a_chain_of_dependent_launches_in_a_graph(gpu):
     gates = [torch.randn(8192, 4096, device=gpu, dtype=torch.bfloat16) / 64 for _ in range(8)]
     torch.cuda.synchronize()
 
-    def chain(x, dependent):
+    def chain(x, **how):
         for weight, gate in zip(weights, gates, strict=True):
-            x = linear(
-                linear_silu_and_mul(x, gate, dependent=dependent), weight, None, x, dependent=dependent
-            )
+            x = linear(linear_silu_and_mul(x, gate, **how), weight, None, x, **how)
         return x
 
-    for tokens in (1, 8):
+    for tokens, read_ahead in ((1, False), (8, False), (8, True), (32, True)):
         x = torch.randn(tokens, 4096, device=gpu, dtype=torch.bfloat16)
-        plain = chain(x, False)
-        chain(x, True)
+        plain = chain(x)
+        how = {"dependent": True, "read_ahead": read_ahead}
+        chain(x, **how)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = chain(x, True)
+            out = chain(x, **how)
         for _ in range(20):
             out.fill_(float("nan"))
             graph.replay()
             assert torch.equal(out, plain)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(130, 300), (64, 5120), (1000, 4096)])
+def test_reading_ahead_changes_no_bit(gpu, rows, columns):
+    """Whether tiles end within the weight or beyond: at its last row, where a part of K has no columns."""
+    for parts in (1, 4):
+        x, weight, _, _ = inputs(5, rows, columns, torch.bfloat16, gpu)
+        how = {"tile": replace(SKINNY, parts=parts), "dependent": True}
+        plain = run(triton_skinny.skinny, x, weight, rows, **how)
+        assert torch.equal(run(triton_skinny.skinny, x, weight, rows, **how, read_ahead=True), plain)
+        if parts == 1:
+            gate = torch.cat([weight, weight])
+            plain = run(triton_skinny.skinny, x, gate, rows, gated=True, **how)
+            ahead = run(triton_skinny.skinny, x, gate, rows, gated=True, **how, read_ahead=True)
+            assert torch.equal(ahead, plain)
 
 
 def test_other_numbers_of_tokens_compile_nothing(gpu, count_variants):

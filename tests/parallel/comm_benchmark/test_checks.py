@@ -96,7 +96,7 @@ def test_calls_are_counted_by_the_definitions_of_nccl_tests() -> None:
 
 def test_what_cannot_run_says_why() -> None:
     group = TensorParallelGroup(0, 2, KnownRanks(), why_no_peers="rank 1 is on another host")
-    names = ("one_shot", "two_shot", "one_shot_rms_norm")
+    names = ("one_shot", "two_shot", "one_shot_rms_norm", "low_latency", "low_latency_rms_norm")
     assert not_measured(group, "gloo") == {
         f"all_reduce/{name}": "rank 1 is on another host" for name in names
     }

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hybridserve.parallel.group import TensorParallelGroup
+from hybridserve.parallel.layers.linear import FusedColumnLinear
 from hybridserve.parallel.weights import staging
 from hybridserve.replicas.models.config import load_model_config
 from hybridserve.replicas.models.footprint import measure_footprint
@@ -33,6 +34,16 @@ def test_specs_of_a_shard() -> None:
     assert shard_mixer(by_channels, 1, 2) == LinearAttentionSpec(16, 48, 128, 64, 4, split="head_v_dim")
     # three does not divide the channels, so it divides the heads, whose groups then do not align
     assert shard_mixer(by_channels, 1, 6) == LinearAttentionSpec(16, 16, 128, 64, 4, split="head_v_dim")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_projections_of_what_ranks_sum_read_ahead(demo_path, size) -> None:
+    config = load_model_config(demo_path)
+    model = build_model(config, shard_of(0, size), torch.float32, CPU)
+    found = [module for module in model.modules() if isinstance(module, FusedColumnLinear)]
+    # each layer's first, and that of its MLP
+    assert len(found) == 2 * config.num_layers
+    assert all(module.after_sum == (size > 1) for module in found)
 
 
 @pytest.mark.parametrize(
