@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-MAX_PROGRAMS = 128
-"""Programs of every launch: all of them must run at once on every rank, since they wait for each other."""
+MAX_PROGRAMS = 160
+"""Programs of a launch at most. All of them must run at once on every rank, as they wait for each other."""
 WORD_BYTES = 4
 """Of a message, that travel together with their call's number as 8."""
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from hybridserve.kernels.all_reduce.exchange import SLOTS, ExchangeMemory
+from hybridserve.kernels.all_reduce.triton_peers import POLLS
 
 MAX_PROGRAMS = 528
 """Four on each multiprocessor of an H200. Each asks once whether the parts are there."""
@@ -39,11 +40,15 @@ def _sum_parts_kernel(
         if peer != rank:
             behind = 1
             while behind > 0:
-                seen = tl.atomic_add(flags + peer, 0, sem="acquire", scope="sys")
-                # not later ones: a slot's next call comes after this one's end
-                behind = (seen != call).to(tl.int32)
-                if tl.load(given_up, volatile=True) != 0:
-                    behind = 0
+                polls = 0
+                while (behind > 0) & (polls < POLLS):
+                    seen = tl.atomic_add(flags + peer, 0, sem="acquire", scope="sys")
+                    # not later ones: a slot's next call comes after this one's end
+                    behind = (seen != call).to(tl.int32)
+                    polls += 1
+                if behind > 0:
+                    # an atomic operation, of which all threads know the same
+                    behind = tl.where(tl.atomic_add(given_up, 0, sem="relaxed", scope="sys") != 0, 0, behind)
     tl.debug_barrier()
     cols = tl.arange(0, BLOCK_D)
     mask = cols < D

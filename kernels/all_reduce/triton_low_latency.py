@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from hybridserve.kernels.all_reduce.peers import MAX_PROGRAMS, PeerMemory
-from hybridserve.kernels.all_reduce.triton_peers import ALL, READ, WRITE, launch_dependents_and_wait
+from hybridserve.kernels.all_reduce.triton_peers import ALL, POLLS, READ, WRITE, launch_dependents_and_wait
 
 CLEARING = tl.constexpr((1 << 30) - 1)
 """Calls whose number has none of these bits, or the lowest alone, clear their half."""
@@ -106,7 +106,8 @@ def _low_latency_kernel(
             sent = _bits(tl.load(x + at, mask, other=0.0), HALVES) | (number << 32)
             to = theirs + ((tl.full([], 0, tl.int64) + row) * WORDS + words)
             tl.store(to, tl.broadcast_to(sent[None, :], [LANES, BLOCK]), others)
-        # every program has read the number once all have told; the last one sets the next call's
+        # every program has read the number once all have told; the last one sets the next call's. Here, while
+        # the words are on their way
         tl.debug_barrier()
         if tl.atomic_add(calls + 1, 1, sem="acq_rel", scope="gpu") == step - 1:
             tl.store(calls + 1, 0)
@@ -120,12 +121,16 @@ def _low_latency_kernel(
                 added = tl.load(residual + at, mask, other=0.0).to(tl.float32)
             source = own + ((tl.full([], 0, tl.int64) + row) * WORDS + words)
             got = tl.load(source, others, other=0, volatile=True)
-            # with the words and not on its own: all threads must know the same of when to end
             behind = tl.sum((others & ((got >> 32) != number)).to(tl.int32))
             while behind > 0:
-                got = tl.load(source, others, other=0, volatile=True)
-                goes_on = tl.load(stop, volatile=True) == 0
-                behind = tl.sum((others & ((got >> 32) != number) & goes_on).to(tl.int32))
+                polls = 0
+                while (behind > 0) & (polls < POLLS):
+                    got = tl.load(source, others, other=0, volatile=True)
+                    behind = tl.sum((others & ((got >> 32) != number)).to(tl.int32))
+                    polls += 1
+                if behind > 0:
+                    # an atomic operation, of which all threads know the same
+                    behind = tl.where(tl.atomic_add(stop, 0, sem="relaxed", scope="sys") != 0, 0, behind)
             got = tl.where(peers == rank, part[None, :], got)
             acc = tl.zeros([BLOCK_D], tl.float32)
             for peer in tl.static_range(WORLD):
@@ -191,7 +196,8 @@ def low_latency_all_reduce(
         D=dim,
         BLOCK_D=block,
         WORLD=memory.world_size,
-        LANES=triton.next_power_of_2(memory.world_size),
+        # of a single lane Triton 3.6 cannot tell the alignment
+        LANES=max(2, triton.next_power_of_2(memory.world_size)),
         HALVES=size == 2,
         HAS_RESIDUAL=residual is not None,
         HAS_NORM=weight is not None,

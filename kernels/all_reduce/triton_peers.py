@@ -15,6 +15,8 @@ WRITE, SUM, READ = 1, 2, 4
 """Phases of a call. On a GPU a call does all at once; without one, virtual ranks do them one after another,
 each rank's of one phase before the first of the next, and wait for nobody."""
 ALL = WRITE | SUM | READ
+POLLS = tl.constexpr(256)
+"""Of a barrier before it is asked whether waiting is given up: some 0.2 ms, and nothing for a sum in time."""
 
 
 @triton.jit
@@ -32,7 +34,7 @@ def _half(buffers, rank, start, dtype: tl.constexpr):
 @triton.jit
 def _barrier(signals, given_up, program, which, rank, call, WORLD: tl.constexpr, LANES: tl.constexpr):
     """Tell every rank's program of the same number that this one is here, and wait until all have told, or
-    until waiting is given up. LANES: more than WORLD."""
+    until waiting is given up."""
     lane = tl.arange(0, LANES)
     peer = tl.minimum(lane, WORLD - 1)
     base = tl.load(signals + peer)
@@ -41,17 +43,21 @@ def _barrier(signals, given_up, program, which, rank, call, WORLD: tl.constexpr,
     # all threads' reads and writes before this are before the signal
     tl.debug_barrier()
     number = tl.full([LANES], 0, tl.int32) + call
-    tl.atomic_xchg(theirs, number, lane < WORLD, sem="release", scope="sys")
+    # lanes beyond the ranks repeat the last one's: a word may be set to the same number twice
+    tl.atomic_xchg(theirs, number, sem="release", scope="sys")
     own = _address(signals, rank, tl.int32) + place + peer
-    # lanes beyond the ranks look whether waiting is given up, so that all threads know the same of both
-    own = tl.where(lane < WORLD, own, given_up.to(tl.pointer_type(tl.int32)))
     behind = 1
     while behind > 0:
-        seen = tl.atomic_add(own, tl.zeros([LANES], tl.int32), sem="acquire", scope="sys")
-        # differences, so that the count may wrap
-        behind = tl.sum(((lane < WORLD) & (seen - call < 0)).to(tl.int32), 0)
-        ended = tl.sum(((lane >= WORLD) & (seen != 0)).to(tl.int32), 0)
-        behind = tl.where(ended > 0, 0, behind)
+        polls = 0
+        while (behind > 0) & (polls < POLLS):
+            seen = tl.atomic_add(own, tl.zeros([LANES], tl.int32), sem="acquire", scope="sys")
+            # differences, so that the count may wrap
+            behind = tl.sum((seen - call < 0).to(tl.int32), 0)
+            polls += 1
+        if behind > 0:
+            # an atomic operation, of which all threads know the same
+            ended = tl.atomic_add(given_up.to(tl.pointer_type(tl.int32)), 0, sem="relaxed", scope="sys")
+            behind = tl.where(ended != 0, 0, behind)
     tl.debug_barrier()
 
 
@@ -287,7 +293,7 @@ def _form(memory: PeerMemory, dim: int, dependent: bool) -> dict[str, int]:
         "D": dim,
         "BLOCK_D": block,
         "WORLD": memory.world_size,
-        "LANES": triton.next_power_of_2(memory.world_size + 1),
+        "LANES": triton.next_power_of_2(memory.world_size),
         "DEPENDENT": dependent,
         # 8 elements a thread: a row is one access of 16 bytes to each peer
         "num_warps": min(16, max(4, block // 256)),

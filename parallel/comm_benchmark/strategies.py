@@ -130,7 +130,7 @@ class ValueHeadsInParts(ValueHeads):
     name = "value_heads_in_parts"
     phases = ("prefill",)
     # the last layer's sums are waited for: one in so many
-    chained_copies = 8
+    chained_copies = 16
 
     def step(self, streams: Streams, wire: Wire) -> Streams:
         return self.run([self], streams, wire)

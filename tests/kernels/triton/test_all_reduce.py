@@ -46,7 +46,8 @@ class Ranks:
             for parts in (self.buffers, self.signals, self.slots)
         )
         self.calls = torch.zeros(world_size, MAX_PROGRAMS, dtype=torch.int32, device=device)
-        self.slot_calls = torch.zeros(world_size, 2, dtype=torch.int32, device=device)
+        # rows of 16 bytes: for another alignment Triton compiles anew, and no kernel loads while one waits
+        self.slot_calls = torch.zeros(world_size, 4, dtype=torch.int32, device=device)[:, :2]
         self.given_up = torch.zeros(world_size, dtype=torch.int32, device=device)
         self.memory = [
             PeerMemory(
