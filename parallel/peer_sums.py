@@ -26,7 +26,7 @@ MAX_MESSAGE_BYTES = 8 * 2**20
 ONE_SHOT_BYTES = {2: MAX_MESSAGE_BYTES, 4: 512 * 2**10, 8: 256 * 2**10}
 """Ranks, at most -> the longest message that each rank reads whole from all others. Between two ranks the
 second shot saves no bytes; for 4 and 8 these are estimates, not measured."""
-LOW_LATENCY_SENT = 512 * 2**10
+LOW_LATENCY_SENT = 2**20
 """What a rank sends in all, at most, for a message to be written into the others' memory with numbers. Two
 H200 gain from it up to here; more ranks were not measured."""
 MAX_WIDTH = 16384
