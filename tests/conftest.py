@@ -35,7 +35,11 @@ os.environ.update(
     OMP_NUM_THREADS="1",
     MKL_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
+    # nobody outside is called: each new HTTP client would read the machine's list of authorities, which takes
+    # 50 ms where the environment names one
+    SSL_CERT_DIR=str(Path(__file__).parent),
 )
+os.environ.pop("SSL_CERT_FILE", None)
 
 
 @pytest.fixture(scope="session")
@@ -105,9 +109,13 @@ def on_ranks(tmp_path_factory) -> Iterator[Callable[..., list[Any]]]:
 # what starts Ray: several instances at once take the cores from each other, and from their tests' deadlines
 _WITH_RAY = (
     "tests/cluster/e2e/",
-    "tests/cluster/pool/",
+    "tests/cluster/pool/test_ingress_replicas.py",
+    "tests/cluster/pool/test_replica.py",
+    "tests/cluster/pool/test_serve_hooks.py",
+    "tests/cluster/pool/test_shards.py",
     "tests/cluster/rollout/",
-    "tests/cluster/survival/",
+    "tests/cluster/serve_alpha/test_spare_workers.py",
+    "tests/cluster/survival/test_survival.py",
     "tests/cluster/test_comm_benchmark.py",
     "tests/packaging/test_ray_actor.py",
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from hybridserve.cluster.settings_reading import parse_settings
 
@@ -105,14 +106,17 @@ class Application:
     def engines(self) -> list[Process]:
         return processes("ray::EngineActor")
 
-    async def metrics(self) -> dict[str, float]:
-        """Every name's samples, added up."""
+    async def scrape(self) -> list[Sample]:
+        """What whoever is asked says of both ingresses."""
         async with httpx.AsyncClient(timeout=10) as client:
             text = (await client.get(f"http://127.0.0.1:{self.port}/metrics")).text
+        return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+    async def metrics(self) -> dict[str, float]:
+        """Every name's samples, added up."""
         samples: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
+        for sample in await self.scrape():
+            samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
         return samples
 
     async def idle(self) -> bool:
@@ -129,9 +133,16 @@ class Application:
         return now.get("hybridserve_requests_running", 0) + now.get("hybridserve_requests_waiting", 0) == 0
 
     async def whole(self) -> bool:
-        """As many replicas of everything as before, and each ingress knows of two of the pool's."""
+        """As many replicas of everything as before, all known, and idle."""
         counts = (len(self.ingresses()), len(self.replicas()), len(self.engines()))
-        return counts == (2, 2, 2) and await self.idle()
+        if counts != (2, 2, 2) or not await self.idle():
+            return False
+        # the process of an ingress is there before requests go to it
+        try:
+            samples = await self.scrape()
+        except httpx.HTTPError:
+            return False
+        return len({sample.labels["ingress"] for sample in samples if "ingress" in sample.labels}) == 2
 
 
 async def seconds_until(condition: Callable[[], object], what: str, limit_s: float = 60.0) -> float:

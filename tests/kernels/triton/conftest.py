@@ -1,9 +1,36 @@
 """Shared by the tests of Triton kernels: the device, and how many variants a kernel has compiled."""
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _names_are_looked_up_once() -> Iterator[None]:
+    """Before each call of a device function, Triton's interpreter looks through the language's names for
+    built-in functions, which it then replaces: half of its time. Which names those are never changes."""
+    # not before it is known whether kernels are interpreted
+    from triton import language
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def names(package: Any) -> list[str]:
+        return [name for name, one in inspect.getmembers(package) if language.core.is_builtin(one)]
+
+    def patch(package: Any, builder: Any, scope: Any) -> None:
+        for name in names(package):
+            # a call from within a call finds it replaced
+            if language.core.is_builtin(member := getattr(package, name)):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    # this is about time alone: another Triton may do it in another way
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(interpreter, "_patch_builtin", patch, raising=False)
+        yield
 
 
 @pytest.fixture(scope="session")
