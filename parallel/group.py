@@ -93,9 +93,9 @@ class TensorParallelGroup:
 
         The caller sees to it that nobody uses that memory any more: what this rank has launched has ended (a
         device synchronise behind the last call), no graph that holds collectives of the group is launched
-        again, and the other ranks' processes have ended. One that lived on could still read this rank's memory,
-        or write its part there, when this rank has long been done, and all could only close at once after
-        they had told each other that they are. So a rank whose process ends with it closes nothing.
+        again, and the other ranks' processes have ended. One that lived on could still read this rank's
+        memory, or write its part there, when this rank has long been done, and all could only close at once
+        after they had told each other that they are. So a rank whose process ends with it closes nothing.
         """
         for one in (self.peers, self.exchange):
             if one is not None:
