@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hybridserve.parallel.exchange import PeerExchange, open_exchange
+from hybridserve.parallel.peer_memory import Unreachable
 from hybridserve.parallel.peer_sums import PeerAllReduce, open_peers
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,11 @@ class TensorParallelGroup:
         """Whether a message [rows, width] is summed by reading the other ranks' memory."""
         return self.peers is not None and self.peers.takes(rows, width, dtype)
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of this rank's memory that the others reach, outside of what torch allocates."""
+        return sum(one.shared_bytes for one in (self.peers, self.exchange) if one is not None)
+
     def abort(self) -> None:
         """End collectives that wait for a rank that is gone; callable from any thread. They raise, or return
         what means nothing, and the group cannot be used any more."""
@@ -84,8 +90,12 @@ class TensorParallelGroup:
             # a process that ends beneath it would be ended by the C++ runtime, not by its exit code
             atexit.register(thread.join, _ABORT_S)
         for one in (self.peers, self.exchange):
-            if one is not None:
+            if one is None:
+                continue
+            try:
                 one.abort()
+            except (Unreachable, RuntimeError) as error:
+                logger.warning("waiting for the other ranks could not be ended: %s", error)
 
     def close(self) -> None:
         """Free the memory that this rank shares with others, and unmap theirs, which would else be kept as

@@ -58,7 +58,9 @@ class Driver(Protocol):
 class SharedMemory:
     """What `share` gave a rank, until it is closed; callable from any thread."""
 
-    def __init__(self, rank: int, addresses: list[int], driver: Driver) -> None:
+    def __init__(self, rank: int, addresses: list[int], driver: Driver, num_bytes: int) -> None:
+        """num_bytes: of each rank's."""
+        self.num_bytes = num_bytes
         self._rank = rank
         self._addresses = addresses
         self._driver = driver
@@ -106,7 +108,7 @@ def share(
         own, reason = _host() + made.handle(address), ""
     except (Unreachable, RuntimeError) as error:
         own, reason = b"", f"rank {rank}: {error}"
-    everyone = _exchange(store, "handle", rank, size, own, check)
+    everyone = tell_all(store, "handle", rank, size, own, check)
     addresses = []
     if not reason:
         try:
@@ -115,7 +117,7 @@ def share(
                 opened += addresses[-1:] if peer != rank else []
         except (Unreachable, RuntimeError) as error:
             reason = f"rank {rank}: {error}"
-    reasons = _exchange(store, "reason", rank, size, reason.encode(), check)
+    reasons = tell_all(store, "reason", rank, size, reason.encode(), check)
     found = [one.decode() for one in reasons if one]
     if not found:
         return addresses, made, ""
@@ -136,7 +138,7 @@ def _open(driver: Driver, peer: int, theirs: bytes) -> int:
     return driver.open(theirs.removeprefix(here))
 
 
-def _exchange(
+def tell_all(
     store: Store, what: str, rank: int, size: int, own: bytes, check: Callable[[], None]
 ) -> list[bytes]:
     """Every rank's value."""

@@ -18,7 +18,7 @@ from hybridserve.kernels.all_reduce import (
     slot_bytes,
 )
 from hybridserve.kernels.hopper import has_dependent_launches
-from hybridserve.parallel.peer_memory import CudaDriver, Driver, SharedMemory, share
+from hybridserve.parallel.peer_memory import CudaDriver, Driver, SharedMemory, share, tell_all
 from hybridserve.parallel.rendezvous import Store
 
 MAX_MESSAGE_BYTES = 8 * 2**20
@@ -107,6 +107,11 @@ class PeerAllReduce:
         more. Callable from any thread."""
         self._shared.fill(self.memory.given_up, 1, _GIVEN_UP_BYTES)
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of this rank."""
+        return self._shared.num_bytes
+
     def close(self) -> None:
         """Let go of the memory; see `TensorParallelGroup.close`."""
         self._shared.close()
@@ -158,6 +163,8 @@ def open_peers(
     def table(offset: int) -> torch.Tensor:
         return torch.tensor([one + offset for one in addresses], dtype=torch.int64, device=device)
 
+    # programs of the same number wait for each other, so all ranks have as many
+    programs = tell_all(store, "programs", rank, size, str(_programs(device)).encode(), check)
     given_up = addresses[rank] + given_up_at
     memory = PeerMemory(
         rank,
@@ -168,13 +175,13 @@ def open_peers(
         half_bytes,
         given_up,
         Slots(table(slots_at), torch.zeros(2, dtype=torch.int32, device=device), max_words),
-        _programs(device),
+        min(map(int, programs)),
     )
-    return PeerAllReduce(memory, SharedMemory(rank, addresses, used)), ""
+    return PeerAllReduce(memory, SharedMemory(rank, addresses, used, num_bytes)), ""
 
 
 def _programs(device: torch.device) -> int:
-    """So many that one fits a multiprocessor each; GPUs of one replica are of one kind."""
+    """So many that one fits a multiprocessor each."""
     if device.type != "cuda":
         return MAX_PROGRAMS
     return min(MAX_PROGRAMS, torch.cuda.get_device_properties(device).multi_processor_count)

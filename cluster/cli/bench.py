@@ -65,6 +65,11 @@ def comm(
         if file is not None and not file.parent.is_dir():
             raise ValueError(f"{name} {str(file)!r}: there is no folder {file.parent}")
     if expect:
+        options = {"tp": tp, "sizes": sizes, "max_size": max_size, "row_seconds": row_seconds, "dtype": dtype}
+        options |= {"json": json_file, "plot": plot, "ray_address": ray_address, "quick": quick or None}
+        for name, value in options.items():
+            if value is not None:
+                raise ValueError(f"expect measures nothing and takes no {name}, got {value}")
         _print_expectation(model, measured or [])
         return
     if plot is not None:
@@ -134,9 +139,10 @@ def _print_expectation(model: str | None, measured: list[Path]) -> None:
         told = f"latencies measured: {', '.join(map(str, measured))}"
         tables_of = [(told, latencies, latencies.ranks)]
     else:
+        whence = "of 2 ranks as on two H200, of 4 and 8 ASSUMED"
         tables_of = [
-            ("latencies ASSUMED for NCCL in CUDA graphs, none of them measured", ASSUMED_NCCL, RANKS),
-            ("latencies ASSUMED for an all-reduce over symmetric memory", ASSUMED_ONE_SHOT, RANKS),
+            (f"latencies of NCCL in CUDA graphs: {whence}", ASSUMED_NCCL, RANKS),
+            (f"latencies of sums by reading peers' memory: {whence}", ASSUMED_ONE_SHOT, RANKS),
         ]
     for told, latencies, ranks in tables_of:
         console.print(f"computing: {H200}", markup=False, highlight=False, soft_wrap=True)

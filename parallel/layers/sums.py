@@ -13,9 +13,6 @@ import torch.distributed as dist
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.peer_sums import Norm
 
-MIN_TOKENS = 2048
-"""Of a step that is worth being run in two parts, one's sums under way while the other is computed. Every
-weight is read twice then."""
 ROW_STEP = 256
 """The first part is a multiple where there are so many rows: products are fastest then."""
 

@@ -12,7 +12,7 @@ import torch
 
 from hybridserve.kernels.linear_attention.replay import REPLAY_WINDOW
 from hybridserve.parallel.group import SINGLE, TensorParallelGroup
-from hybridserve.parallel.layers.sums import MIN_TOKENS, two_parts
+from hybridserve.parallel.layers.sums import two_parts
 from hybridserve.parallel.step_channel.board import Board, agree_on_least
 from hybridserve.parallel.step_channel.watch import RankFailure
 from hybridserve.replicas.arena.arena import Arena
@@ -26,6 +26,7 @@ from hybridserve.replicas.engine.ranks import RankProcesses, Ranks
 from hybridserve.replicas.engine.sharded_executor import BLAME_S, ShardedExecutor
 from hybridserve.replicas.engine.sizing import Capacity, describe_capacity, plan_capacity
 from hybridserve.replicas.engine.startup import StartupReport
+from hybridserve.replicas.models.overlap import least_tokens
 from hybridserve.replicas.models.registry import build_model, fill_model
 from hybridserve.replicas.models.sharding import check_tp_size, shard_config
 from hybridserve.replicas.models.specs import ModelConfig
@@ -174,6 +175,8 @@ def build_shard(
         torch.set_num_threads(1)
     if device.type == "cpu":
         keep_freed_memory()
+    if group.shared_bytes:
+        report.memory["shared with ranks"] = group.shared_bytes
     with report.part("model"):
         model = build_model(model_config, group, placement.dtype, device)
     held = shard_config(model_config, group.rank, group.size)
@@ -223,7 +226,7 @@ def overlapped_bytes(config: EngineConfig, model_config: ModelConfig, placement:
     if placement.device.type != "cuda":
         return 0
     tokens = config.max_num_batched_tokens or default_batched_tokens(placement.device)
-    if tokens < MIN_TOKENS:
+    if tokens < least_tokens(model_config):
         return 0
     return two_parts(tokens)[0].stop * model_config.hidden_size * placement.dtype.itemsize
 

@@ -131,6 +131,9 @@ class Ranks:
                 self.channel.send(END)
                 self._processes.wait(patience_s)
         self._processes.kill()
+        if patience_s <= 0:
+            # a step that they had a part in may be waiting for them
+            self.group.abort()
         if self.channel is not None:
             self.channel.close()
 

@@ -1,17 +1,32 @@
 """A step of many tokens on several ranks, in two parts in turn: one's sums travel while the other computes.
 
 But for what mixers do no token knows of another, so what lies between two mixers can be done for some rows
-and then for the others. Worth it where a part's products take longer than its sum. Steps that graphs hold are
-not run so: their sums have no graph's form.
+and then for the others. Worth it where a part's products take as long by their operations as by reading their
+weights, which each part reads. Not for decode steps: their graphs could not hold such sums.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from hybridserve.parallel.layers.sums import two_parts
 from hybridserve.replicas.models.batch import LayerCache
+from hybridserve.replicas.models.specs import ModelConfig
 from hybridserve.replicas.models.step import StepContext
+
+MIN_TOKENS = 4096
+"""Of a step in two parts. Measured at 8,192 (docs/log.md); parts of 2,048 rows still fill an H200."""
+EXPERT_TOKENS = 184
+"""Tokens of an expert in a part, from which its products take longer than reading its weights in 2-byte
+elements: 790 TFLOP/s over 4.3 TB/s, at two operations an element and token."""
+
+
+def least_tokens(config: ModelConfig) -> int:
+    """Of a step that is worth being run in two parts."""
+    if config.moe is None:
+        return MIN_TOKENS
+    return max(MIN_TOKENS, math.ceil(2 * EXPERT_TOKENS * config.moe.num_experts / config.moe.top_k))
 
 
 def forward_in_parts(

@@ -16,7 +16,7 @@ from hybridserve.kernels.rotary import rotary_cos_sin
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from hybridserve.parallel.layers.layer import Layer
-from hybridserve.parallel.layers.sums import MIN_TOKENS, BegunSum
+from hybridserve.parallel.layers.sums import BegunSum
 from hybridserve.parallel.vocabulary import VocabularyShard
 from hybridserve.replicas.models.batch import LayerCache, StepBatch
 from hybridserve.replicas.models.full_attention import FullAttention
@@ -24,7 +24,7 @@ from hybridserve.replicas.models.gated_delta_net import GatedDeltaNet
 from hybridserve.replicas.models.mlp import GatedMLP
 from hybridserve.replicas.models.moe import SparseMoE
 from hybridserve.replicas.models.norm import ZeroCentredRMSNorm
-from hybridserve.replicas.models.overlap import forward_in_parts
+from hybridserve.replicas.models.overlap import forward_in_parts, least_tokens
 from hybridserve.replicas.models.specs import FullAttentionSpec, LinearAttentionSpec, ModelConfig
 from hybridserve.replicas.models.step import StepContext, split_phases
 
@@ -115,7 +115,7 @@ class Qwen3_5Model(Layer):
         )
         self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps, device=device)
         # a CPU's ranks would compute on the cores that also send
-        self.overlaps_from = MIN_TOKENS if group.size > 1 and device.type == "cuda" else None
+        self.overlaps_from = least_tokens(config) if group.size > 1 and device.type == "cuda" else None
         self.attention_spec = next((m for m in config.mixers if isinstance(m, FullAttentionSpec)), None)
 
     def context(self, batch: StepBatch) -> StepContext:
@@ -147,7 +147,7 @@ class Qwen3_5Model(Layer):
     def forward(self, batch: StepBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
         step = self.context(batch)
         now = self.begin(batch.token_ids)
-        if self.overlaps_from is not None and batch.num_tokens >= self.overlaps_from:
+        if step.has_prefill and self.overlaps_from is not None and batch.num_tokens >= self.overlaps_from:
             return forward_in_parts(
                 self.layers, self.norm, now.h, now.projected, step, caches, batch.positions
             )

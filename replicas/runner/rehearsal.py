@@ -82,9 +82,13 @@ class Rehearsal:
         octaves = (SHORT << n for n in range(1, self._chunk.bit_length())) if config.moe is not None else ()
         self._between = tuple(size for size in octaves if size < self._chunk)
         self._counts = sequence_counts(config, device, max_num_seqs)
+        # of sequences that are shorter than a step, so many make up the longest one
+        self._full = min(max_num_batched_tokens // max(1, self._chunk), max_num_seqs)
         longest = layout.pages_for(self._chunk + self._contexts[-1])
+        longest = max(longest, self._full * layout.pages_for(self._chunk))
         pages = longest + self._counts[-1] * layout.pages_for(SHORT)
-        self._arena = Arena(layout, layout.extents_for(self._counts[-1] + 1, pages))
+        units = max(self._counts[-1] + 1, self._full)
+        self._arena = Arena(layout, layout.extents_for(units, pages))
         self._model, self._layers = model, config.distinct_layers
         self._mixers = [config.mixers[layer] for layer in self._layers]
         self._dtype, self._device, self._max_model_len = dtype, device, max_model_len
@@ -115,6 +119,12 @@ class Rehearsal:
             for size in sorted(sizes):
                 for context_len in self._contexts:
                     self._runner.submit(self._plan([(size, context_len)])).result()
+            for prompts in self._fullest():
+                self._runner.submit(self._plan(prompts)).result()
+
+    def _fullest(self) -> list[list[tuple[int, int]]]:
+        """The step of as many tokens as there may be, where it takes more than one sequence."""
+        return [[(self._chunk, 0)] * self._full] if self._full > 1 else []
 
     def _plans(self) -> list[StepPlan]:
         lone = [(self._chunk, context_len) for context_len in self._contexts]
@@ -123,7 +133,8 @@ class Rehearsal:
         mixed = [(1, SHORT), (SHORT, 0)]
         # of a single token every part of a projection is dense, for which the gated norm has a form
         single = [(1, 0)]
-        groups = [*([chunk] for chunk in lone), *(short[:count] for count in self._counts), single, mixed]
+        counted = (short[:count] for count in self._counts)
+        groups = [*([chunk] for chunk in lone), *counted, *self._fullest(), single, mixed]
         plans = [self._plan(group) for group in groups]
         plans += [self._plan(short[:1], sampling) for sampling in SAMPLINGS]
         moves = self._moves()

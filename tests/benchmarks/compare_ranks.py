@@ -25,8 +25,12 @@ from bench_offline import find_model, say_how_ranks_meet  # noqa: E402
 
 from hybridserve.replicas.llm import LLM  # noqa: E402
 from hybridserve.replicas.models.config import is_shape_file, load_model_config  # noqa: E402
+from hybridserve.replicas.models.sharding import check_tp_size  # noqa: E402
 
 LENGTHS = (1, 5, 33, 64, 65, 130, 300, 700)
+BATCHED_TOKENS = 8192
+LONG = 3000
+"""A prompt of each four with `--long`: steps are then so long that ranks run them in two parts."""
 
 
 def options() -> argparse.ArgumentParser:
@@ -40,6 +44,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--state-dtype", default="float32")
     parser.add_argument("--enforce-eager", action="store_true", help="no graphs, which start faster")
     parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--long", action="store_true", help=f"every fourth prompt has {LONG:,} tokens")
     parser.add_argument("--tokens", type=int, default=48, help="of each answer")
     parser.add_argument("--cache-memory-bytes", type=int, help="by default 8 GiB, 128 MiB on a CPU")
     parser.add_argument("--json", type=Path)
@@ -58,7 +63,7 @@ def make_llm(args: argparse.Namespace, model: str, ranks: int) -> LLM:
         enforce_eager=args.enforce_eager,
         max_model_len=4096,
         max_num_seqs=args.prompts,
-        max_num_batched_tokens=2048,
+        max_num_batched_tokens=BATCHED_TOKENS,
         cache_memory_bytes=args.cache_memory_bytes or (2**27 if on_cpu else 2**33),
         num_threads=1 if on_cpu else None,
         skip_tokenizer_init=True,
@@ -84,11 +89,19 @@ def main() -> int:
     args = parser.parse_args()
     try:
         model = find_model(args.shape)
+        config = load_model_config(model)
+        for name in ("prompts", "tokens"):
+            if getattr(args, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
+        for ranks in args.tensor_parallel_size:
+            check_tp_size(config, ranks)
     except ValueError as error:
         parser.error(str(error))
     say_how_ranks_meet()
-    vocab_size, rng = load_model_config(model).vocab_size, random.Random(0)
+    vocab_size, rng = config.vocab_size, random.Random(0)
     lengths = [LENGTHS[at % len(LENGTHS)] for at in range(args.prompts)]
+    if args.long:
+        lengths[::4] = [LONG] * len(lengths[::4])
     prompts = [[rng.randrange(10, vocab_size) for _ in range(length)] for length in lengths]
     began = time.perf_counter()
     llm = make_llm(args, model, 1)

@@ -204,8 +204,9 @@ def give_up_begun(group: TensorParallelGroup, store: str) -> bool:
         return True
     assert gpus.exchange is not None
     ended = torch.cuda.Event()
-    x = torch.zeros(4, 64, device="cuda")
-    gpus.exchange.begin(x, x).end(Norm(torch.ones(64, device="cuda")))
+    # as many programs wait as there may be
+    x = torch.zeros(LONG_ROWS, WIDTH, device="cuda")
+    gpus.exchange.begin(x, x).end(Norm(torch.ones(WIDTH, device="cuda")))
     ended.record()
     ended_early = ended.query()
     timer = threading.Timer(0.5, gpus.exchange.abort)

@@ -55,6 +55,8 @@ def test_assumed_latencies_are_called_so(hybridserve: Callable, repo_root: Path)
         (["--json", "/nowhere/x.json"], "json '/nowhere/x.json': there is no folder /nowhere"),
         (["--plot", "x.doc"], "plot must end in .png, .svg, .pdf, got 'x.doc'"),
         (["--expect"], "expect needs --model"),
+        (["--expect", "--model", "x.yaml", "--tp", 4], "expect measures nothing and takes no tp, got 4"),
+        (["--expect", "--quick"], "expect measures nothing and takes no quick, got True"),
         (["--measured", "x.json"], "measured is read with --expect only"),
         (["--ray-address", "auto", "--tp", 2], "ray_address needs --tp and --backend"),
         (["--tp", 0, "--backend", "gloo"], "tp must be at least 1, got 0"),

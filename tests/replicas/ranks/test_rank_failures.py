@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.step_channel.watch import RankFailure
 from hybridserve.replicas.engine import build, local_ranks
 from hybridserve.replicas.engine.build import build_engine, check_gpus, resolve_placement
@@ -120,9 +121,13 @@ def test_an_error_of_rank_0_ends_the_others(options, monkeypatch) -> None:
     def fail(*args: object, **options: object) -> None:
         raise ValueError("rank 0 has no room")
 
+    aborted = []
     monkeypatch.setattr(build, "plan_capacity", fail)
+    monkeypatch.setattr(TensorParallelGroup, "abort", lambda group: aborted.append(group.size))
     with pytest.raises(ValueError, match="rank 0 has no room"):
         LLM(show_progress=False, **options)
+    # on a GPU what is queued would wait for them
+    assert aborted == [2]
 
 
 @pytest.mark.parametrize(
