@@ -35,6 +35,7 @@ def deploy(factory: Callable[[], object], name: str, replica: type[PoolReplica] 
         max_ongoing_requests=200,
         health_check_period_s=0.5,
         graceful_shutdown_timeout_s=2.0,
+        graceful_shutdown_wait_loop_s=0.1,
         max_constructor_retry_count=1,
     )
     return serve.run(deployment.bind(factory, options), name=name, route_prefix=None)

@@ -46,6 +46,7 @@ def deploy():
             max_ongoing_requests=200,
             health_check_period_s=0.5,
             graceful_shutdown_timeout_s=20.0,
+            graceful_shutdown_wait_loop_s=0.1,
             request_router_config=router_config("p"),
             **replica_options(settings, spec, "cpu"),
         )

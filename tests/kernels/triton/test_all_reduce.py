@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+import triton.language as tl
 
 from hybridserve.kernels.all_reduce import triton_low_latency, triton_peers
 from hybridserve.kernels.all_reduce.peers import MAX_PROGRAMS, PeerMemory, Slots, signal_bytes, slot_bytes
@@ -111,8 +112,11 @@ SHAPES = [(1, 64), (5, 100)] + ([(256, 4096), (1, 5120)] if CUDA else [])
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
+    """And few polls before it is asked whether waiting is given up: one takes it milliseconds."""
     if not CUDA:
         monkeypatch.setattr(triton_low_latency, "MAX_PROGRAMS", 2)
+        for module in (triton_peers, triton_low_latency):
+            monkeypatch.setattr(module, "POLLS", tl.constexpr(3))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
