@@ -27,7 +27,8 @@ class CheckpointEngine:
     def __call__(self) -> BuiltEngine:
         threads_wait_asleep()
         with collecting_nothing():
-            from hybridserve.replicas.engine.build import build_engine, resolve_placement
+            from hybridserve.replicas.engine.build import build_engine
+            from hybridserve.replicas.engine.placement import resolve_placement
 
         config = self.config
         if config.num_threads is None:

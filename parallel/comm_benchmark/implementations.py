@@ -7,10 +7,11 @@ no kernel.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from hybridserve.kernels.all_reduce import WORD_BYTES
+from hybridserve.kernels.all_reduce import WORD_BYTES, PeerMemory
 from hybridserve.kernels.rms_norm import rms_norm_residual
 from hybridserve.parallel.comm_benchmark.settings import BACKENDS
 from hybridserve.parallel.group import TensorParallelGroup
@@ -91,43 +92,40 @@ def _all_reduce_and_norm(group: TensorParallelGroup, x: torch.Tensor) -> Run:
 def _one_shot(group: TensorParallelGroup, x: torch.Tensor) -> Run:
     from hybridserve.kernels.all_reduce.triton_peers import one_shot_all_reduce
 
-    peers, rows = group.peers, _as_rows(x)
-    return lambda: one_shot_all_reduce(peers.memory, rows, dependent=peers.dependent)[0].view(-1)
+    return _in_one_step(one_shot_all_reduce, group, x)
 
 
 def _one_shot_and_norm(group: TensorParallelGroup, x: torch.Tensor) -> Run:
     from hybridserve.kernels.all_reduce.triton_peers import one_shot_all_reduce
 
-    peers, rows = group.peers, _as_rows(x)
-    residual, weight = _zeros_and_ones(rows)
-    how = {"residual": residual, "weight": weight, "eps": _EPS, "dependent": peers.dependent}
-
-    def run() -> torch.Tensor:
-        total, _ = one_shot_all_reduce(peers.memory, rows, **how)
-        return total.view(-1)
-
-    return run
+    return _in_one_step(one_shot_all_reduce, group, x, norms=True)
 
 
 def _low_latency(group: TensorParallelGroup, x: torch.Tensor) -> Run:
     from hybridserve.kernels.all_reduce.triton_low_latency import low_latency_all_reduce
 
-    peers, rows = group.peers, _as_rows(x)
-    return lambda: low_latency_all_reduce(peers.memory, rows, dependent=peers.dependent)[0].view(-1)
+    return _in_one_step(low_latency_all_reduce, group, x)
 
 
 def _low_latency_and_norm(group: TensorParallelGroup, x: torch.Tensor) -> Run:
     from hybridserve.kernels.all_reduce.triton_low_latency import low_latency_all_reduce
 
+    return _in_one_step(low_latency_all_reduce, group, x, norms=True)
+
+
+def _in_one_step(
+    sum_up: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+    group: TensorParallelGroup,
+    x: torch.Tensor,
+    *,
+    norms: bool = False,
+) -> Run:
     peers, rows = group.peers, _as_rows(x)
-    residual, weight = _zeros_and_ones(rows)
-    how = {"residual": residual, "weight": weight, "eps": _EPS, "dependent": peers.dependent}
-
-    def run() -> torch.Tensor:
-        total, _ = low_latency_all_reduce(peers.memory, rows, **how)
-        return total.view(-1)
-
-    return run
+    how: dict[str, Any] = {"dependent": peers.dependent}
+    if norms:
+        residual, weight = _zeros_and_ones(rows)
+        how |= {"residual": residual, "weight": weight, "eps": _EPS}
+    return lambda: sum_up(peers.memory, rows, **how)[0].view(-1)
 
 
 def _two_shot(group: TensorParallelGroup, x: torch.Tensor) -> Run:
@@ -168,16 +166,17 @@ def _reduce_scatter(group: TensorParallelGroup, x: torch.Tensor) -> Run:
 
 
 def _by_peers(group: TensorParallelGroup, num_bytes: int) -> str | None:
-    if group.peers is None:
-        return group.why_no_peers
-    limit = group.peers.memory.half_bytes
-    return None if num_bytes <= limit else f"of messages of at most {limit} bytes"
+    return _up_to(group, num_bytes, lambda memory: memory.half_bytes)
 
 
 def _by_slots(group: TensorParallelGroup, num_bytes: int) -> str | None:
+    return _up_to(group, num_bytes, lambda memory: memory.slots.max_words * WORD_BYTES)
+
+
+def _up_to(group: TensorParallelGroup, num_bytes: int, most: Callable[[PeerMemory], int]) -> str | None:
     if group.peers is None:
         return group.why_no_peers
-    limit = group.peers.memory.slots.max_words * WORD_BYTES
+    limit = most(group.peers.memory)
     return None if num_bytes <= limit else f"of messages of at most {limit} bytes"
 
 

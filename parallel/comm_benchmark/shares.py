@@ -14,7 +14,7 @@ from hybridserve.kernels.linear import linear
 from hybridserve.parallel.comm_benchmark.counting import CountedCall
 from hybridserve.parallel.comm_benchmark.mixer import LayerWeights, Mixer, Part, random_weights, whole
 from hybridserve.parallel.comm_benchmark.settings import BenchmarkSettings, Case
-from hybridserve.parallel.comm_benchmark.strategies import STRATEGIES, Strategy, ValueHeadsInParts
+from hybridserve.parallel.comm_benchmark.strategies import STRATEGIES, Strategy
 from hybridserve.parallel.comm_benchmark.sweep import DTYPES
 from hybridserve.parallel.comm_benchmark.timing import Meeting, Step, Times, capture, measure
 from hybridserve.parallel.comm_benchmark.wire import GroupWire, NoWire, Wire
@@ -47,8 +47,7 @@ def _of_case(
     expected, state = whole_layer(settings, weights, case, x)
     rows = []
     for make in STRATEGIES:
-        # on one rank it is the same as another
-        if case.phase not in make.phases or (group.size == 1 and make is ValueHeadsInParts):
+        if case.phase not in make.phases or group.size < make.least_ranks:
             continue
         about = {"strategy": make.name, "case": case.name, "phase": case.phase, "tokens": case.tokens}
         about |= {"sequences": case.sequences, "ranks": group.size}

@@ -54,6 +54,7 @@ class Strategy(ABC):
     name: str
     phases = ("decode", "prefill")
     """Of the cases that it is for."""
+    least_ranks = 1
     chained_copies = 1
     """Layers, one after another, of which a prefill consists."""
     norm: NextNorm
@@ -129,6 +130,8 @@ class ValueHeadsInParts(ValueHeads):
 
     name = "value_heads_in_parts"
     phases = ("prefill",)
+    # on one rank there is nothing to do meanwhile
+    least_ranks = 2
     # the last layer's sums are waited for: one in so many
     chained_copies = 16
 

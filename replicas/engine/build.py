@@ -6,7 +6,6 @@ import weakref
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,27 +21,28 @@ from hybridserve.replicas.engine.engine import Engine
 from hybridserve.replicas.engine.executor import Executor
 from hybridserve.replicas.engine.host_memory import keep_freed_memory
 from hybridserve.replicas.engine.local_ranks import LocalProcesses
+from hybridserve.replicas.engine.placement import (
+    Placement,
+    check_tensor_parallel_size,
+    rank_backend,
+    resolve_placement,
+)
+from hybridserve.replicas.engine.preparation import Preparation
 from hybridserve.replicas.engine.ranks import RankProcesses, Ranks
 from hybridserve.replicas.engine.sharded_executor import BLAME_S, ShardedExecutor
 from hybridserve.replicas.engine.sizing import Capacity, describe_capacity, plan_capacity
 from hybridserve.replicas.engine.startup import StartupReport
 from hybridserve.replicas.models.overlap import least_tokens
 from hybridserve.replicas.models.registry import build_model, fill_model
-from hybridserve.replicas.models.sharding import check_tp_size, shard_config
+from hybridserve.replicas.models.sharding import shard_config
 from hybridserve.replicas.models.specs import ModelConfig
 from hybridserve.replicas.runner.runner import GraphLimits, ModelRunner
 from hybridserve.replicas.runner.storage import ArenaStorage
-
-if TYPE_CHECKING:
-    from hybridserve.replicas.runner.rehearsal import RehearsedModel
 
 logger = logging.getLogger(__name__)
 
 CPU_BATCHED_TOKENS = 2048
 GPU_BATCHED_TOKENS = 8192
-LOGIT_BYTES = 4
-GRAPH_RESERVE = 768 * 2**20
-"""For what graphs hold beside logits: a decode step's intermediates, cuBLAS' workspaces."""
 CPU_CACHE_LIMIT = 4 * 2**30
 CPU_CACHE_SHARE = 0.25
 
@@ -50,18 +50,6 @@ Progress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all) while weights are read."""
 Wait = Callable[[Callable[[], bool]], None]
 """Returns once what it is given is true, or raises."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where and in what the model runs."""
-
-    device: torch.device
-    dtype_name: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype_name)
 
 
 @dataclass(frozen=True)
@@ -216,11 +204,6 @@ def build_shard(
     return Shard(runner, layout, capacity, budget)
 
 
-def rank_backend(device: torch.device) -> str:
-    """How ranks on such devices talk to each other."""
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
 def overlapped_bytes(config: EngineConfig, model_config: ModelConfig, placement: Placement) -> int:
     """Of the longest message that ranks sum while they compute; 0 where they do not."""
     if placement.device.type != "cuda":
@@ -231,107 +214,9 @@ def overlapped_bytes(config: EngineConfig, model_config: ModelConfig, placement:
     return two_parts(tokens)[0].stop * model_config.hidden_size * placement.dtype.itemsize
 
 
-def check_tensor_parallel_size(
-    config: EngineConfig, model_config: ModelConfig, placement: Placement, processes: RankProcesses
-) -> None:
-    """Raise ValueError unless the model can be cut in so many and this machine has a GPU for each part that
-    is to share it with this process."""
-    size = config.tensor_parallel_size
-    if size == 1:
-        return
-    try:
-        check_tp_size(model_config, size)
-    except ValueError as error:
-        raise ValueError(f"tensor_parallel_size is {size}, but {error}") from None
-    # where every process sees its own GPU alone, there is nothing to count here
-    if placement.device.type == "cuda" and processes.device_index(size - 1) > 0:
-        check_gpus(size, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def check_gpus(size: int, num_gpus: int, visible: str | None) -> None:
-    """Raise ValueError unless every rank has a GPU of its own; rank r has the r-th that is visible."""
-    if size > num_gpus:
-        why = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
-        raise ValueError(f"tensor_parallel_size is {size}, but torch sees {num_gpus} CUDA devices{why}")
-
-
-class Preparation:
-    """What a GPU needs before its arena is cut, begun before the weights are there."""
-
-    def __init__(
-        self,
-        model: "RehearsedModel",
-        model_config: ModelConfig,
-        layout: ArenaLayout,
-        placement: Placement,
-        config: EngineConfig,
-        budget: int,
-        report: StartupReport,
-    ) -> None:
-        """Look for the kernels and start to compile them."""
-        # both import Triton, which a CPU's engine can do without
-        from hybridserve.kernels.compilation import Compilation
-        from hybridserve.replicas.runner.rehearsal import Rehearsal
-
-        self._device = placement.device
-        self._report = report
-        self._logits_bytes = config.max_num_seqs * model_config.vocab_size * LOGIT_BYTES
-        self._graphs = not config.enforce_eager
-        report.memory["weights"] = torch.cuda.memory_allocated(self._device)
-        with report.part("rehearsal"):
-            # weights are not there yet, but their tensors are
-            model.finish_loading()
-            self._rehearsal = Rehearsal(
-                model,
-                model_config,
-                layout,
-                placement.dtype,
-                placement.device,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=budget,
-                max_model_len=config.max_model_len or model_config.max_position_embeddings,
-            )
-            self._compilation = Compilation(self._rehearsal.launches(), os.cpu_count() or 1)
-        report.compiled_kernels = self._compilation.num_kernels
-
-    def finish(self) -> None:
-        """Wait for the kernels; run the largest steps and note what memory they take beside weights."""
-        with self._report.part("kernels"):
-            self._rehearsal.build_plans()
-            self._compilation.wait()
-        with self._report.part("profile"):
-            held = torch.cuda.memory_allocated(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._rehearsal.run()
-            torch.cuda.synchronize(self._device)
-            used = torch.cuda.max_memory_allocated(self._device) - held
-            del self._rehearsal
-            torch.cuda.empty_cache()
-        # logits of all sequences at once, and a copy while they are edited, are in no step that was run
-        self._report.memory["workspace"] = used + 2 * self._logits_bytes
-        if self._graphs:
-            self._report.memory["graphs"] = self._logits_bytes + GRAPH_RESERVE
-
-
 def default_batched_tokens(device: torch.device) -> int:
     """Tokens of a step at most: enough to keep the device's matrix units busy."""
     return GPU_BATCHED_TOKENS if device.type == "cuda" else CPU_BATCHED_TOKENS
-
-
-def resolve_placement(config: EngineConfig, model_config: ModelConfig, device_index: int = 0) -> Placement:
-    """Settle "auto": a GPU if there is one, for one rank of several that of `device_index` among those that
-    are visible; the checkpoint's dtype on a GPU, float32 on a CPU."""
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
-        raise ValueError("device is 'cuda', but torch sees no CUDA device")
-    on_gpu = available and config.device != "cpu"
-    device = torch.device("cuda" if on_gpu else "cpu")
-    if on_gpu and config.tensor_parallel_size > 1:
-        device = torch.device("cuda", device_index)
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = model_config.dtype if device.type == "cuda" else "float32"
-    return Placement(device, dtype)
 
 
 def default_cache_bytes(

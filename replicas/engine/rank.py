@@ -14,8 +14,9 @@ from hybridserve.parallel.step_channel.board import RankState
 from hybridserve.parallel.step_channel.channel import StepChannel
 from hybridserve.parallel.step_channel.opening import open_channel
 from hybridserve.parallel.step_channel.watch import RootWatch
-from hybridserve.replicas.engine.build import build_shard, overlapped_bytes, rank_backend, resolve_placement
+from hybridserve.replicas.engine.build import build_shard, overlapped_bytes
 from hybridserve.replicas.engine.executor import Executor, RunningStep
+from hybridserve.replicas.engine.placement import rank_backend, resolve_placement
 from hybridserve.replicas.engine.plan_codec import PlanDecoder
 from hybridserve.replicas.engine.ranks import END, RankStart, failure_key
 

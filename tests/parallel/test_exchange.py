@@ -21,7 +21,10 @@ CPU = torch.device("cpu")
 PIECE = 4096
 EPS = 1e-6
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU cannot reach the host's memory so")
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="is about the interpreted kernel; test_gpus.py runs the compiled one between two GPUs",
+)
 
 
 class Norm(NamedTuple):
@@ -53,6 +56,7 @@ def parts_of(world_size: int, shape: tuple[int, int], dtype: torch.dtype) -> lis
     return [torch.randn(shape).to(dtype) for _ in range(world_size)]
 
 
+@interpreted
 @pytest.mark.parametrize("shape", [(1, 64), (5, 100), (7, 257)])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -77,6 +81,7 @@ def test_sums_add_the_residual_and_norm(monkeypatch, dtype, world_size, shape) -
         assert_as_good_as_plain(results[0][1], plain, truth)
 
 
+@interpreted
 def test_two_under_way_and_numbers_that_come_round() -> None:
     """One rank is as far ahead as it may be, and nothing that the other still needs is overwritten."""
     ranks, _ = opened(2)
@@ -138,6 +143,7 @@ def test_no_two_things_share_memory(world_size: int) -> None:
         assert max(taken) == last - 1
 
 
+@interpreted
 def test_giving_up_ends_waiting_for_parts_that_never_come() -> None:
     ranks, memory = opened(2)
     x = torch.zeros(2, 8)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from hybridserve.parallel.layers.sums import two_parts
-from hybridserve.replicas.engine.build import Placement, overlapped_bytes
+from hybridserve.replicas.engine.build import overlapped_bytes
 from hybridserve.replicas.engine.config import EngineConfig
+from hybridserve.replicas.engine.placement import Placement
 from hybridserve.replicas.models.config import load_model_config
 from hybridserve.replicas.models.overlap import MIN_TOKENS, least_tokens
 

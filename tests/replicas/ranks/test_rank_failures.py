@@ -16,9 +16,10 @@ import torch
 from hybridserve.parallel.group import TensorParallelGroup
 from hybridserve.parallel.step_channel.watch import RankFailure
 from hybridserve.replicas.engine import build, local_ranks
-from hybridserve.replicas.engine.build import build_engine, check_gpus, resolve_placement
+from hybridserve.replicas.engine.build import build_engine
 from hybridserve.replicas.engine.config import EngineConfig
 from hybridserve.replicas.engine.local_ranks import LocalProcesses
+from hybridserve.replicas.engine.placement import check_gpus, resolve_placement
 from hybridserve.replicas.engine.sharded_executor import uninterrupted
 from hybridserve.replicas.llm import LLM, SamplingParams
 from hybridserve.replicas.models.config import load_model_config
