@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # interpreters to try for the virtual environment, best first
 PYTHON := python3.13 python3.12 python3.11 python3
-PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --prefer-binary -c constraints.txt
+# modules are compiled behind pip, which would do it on one core; what no Python compiles (packages hold templates of
+# modules) is passed over, as pip does
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --prefer-binary --no-compile -c constraints.txt
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib >/dev/null || true
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test lint format bench clean
@@ -15,6 +18,8 @@ help: ## show this list
 serve: $(VENV)/.installed ## install and serve the demo model on http://127.0.0.1:8000
 	$(BIN)/hybridserve serve configs/demo.yaml
 
+# set to anything, it would have each of the hundred processes that tests start compile this project's modules again
+test: export PYTHONDONTWRITEBYTECODE :=
 test: lint ## install, lint and run all tests
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
@@ -37,9 +42,11 @@ clean: ## remove the virtual environment, caches and build products
 $(VENV)/.installed: pyproject.toml constraints.txt scripts/make_venv.sh
 	sh scripts/make_venv.sh $(VENV) $(PYTHON)
 	$(PIP_INSTALL) -e .
+	$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt scripts/make_venv.sh
 	sh scripts/make_venv.sh $(VENV) $(PYTHON)
 	$(PIP_INSTALL) -e '.[dev]'
+	$(COMPILE)
 	@touch $(VENV)/.installed $@
