@@ -49,6 +49,10 @@ class Driver(Protocol):
     def copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
         """Queue a copy in a stream, given as CUDA's handle; from or to another process' memory, too."""
 
+    def write(self, address: int, number: int, stream: int) -> None:
+        """Queue the writing of a number of 32 bits, into another process' memory, too: who sees it there sees
+        all that the stream wrote before."""
+
     def close(self, address: int) -> None:
         """Unmap another process' memory."""
 
@@ -155,22 +159,25 @@ def _host() -> bytes:
 
 
 class CudaDriver:
-    """CUDA's runtime, by NVIDIA's bindings that torch's CUDA builds bring along."""
+    """CUDA's runtime and driver, by NVIDIA's bindings that torch's CUDA builds bring along."""
 
     def __init__(self, device: torch.device) -> None:
         """Raises Unreachable where the bindings are missing."""
         try:
-            from cuda.bindings import runtime
+            from cuda.bindings import driver, runtime
         except ImportError as error:
             raise Unreachable(f"the package cuda-bindings cannot be imported: {error}") from None
         self._cuda = runtime
+        self._driver = driver
         self._index = torch.device(device).index or 0
         # made now: once it is needed, the device may be full of kernels that wait
-        self._stream = self._call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking)
+        self._stream = int(self._call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking))
 
     def allocate(self, num_bytes: int) -> int:
         address = int(self._call("cudaMalloc", -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES))
         self.fill(address, 0, num_bytes)
+        # what cannot be done fails now, and not in a step
+        self.write(address, 0, self._stream)
         self._call("cudaStreamSynchronize", self._stream)
         return address
 
@@ -191,6 +198,12 @@ class CudaDriver:
         kind = self._cuda.cudaMemcpyKind.cudaMemcpyDefault
         self._call("cudaMemcpyAsync", to, source, num_bytes, kind, stream)
 
+    def write(self, address: int, number: int, stream: int) -> None:
+        # behind a fence as of __threadfence_system(), but of the stream (CUDA's driver API, "Stream Memory
+        # Operations"), which a queued copy of 4 bytes would not have
+        default = self._driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
+        self._call("cuStreamWriteValue32", stream, address, number, int(default))
+
     def close(self, address: int) -> None:
         self._call("cudaIpcCloseMemHandle", address)
 
@@ -201,11 +214,14 @@ class CudaDriver:
         """Raises Unreachable naming the function and CUDA's error."""
         # the current device is a thread's own
         for function, given in (("cudaSetDevice", (self._index,)), (name, arguments)):
+            is_runtime = function.startswith("cuda")
+            library = self._cuda if is_runtime else self._driver
+            well = self._cuda.cudaError_t.cudaSuccess if is_runtime else self._driver.CUresult.CUDA_SUCCESS
             try:
-                error, *values = getattr(self._cuda, function)(*given)
+                error, *values = getattr(library, function)(*given)
             except (AttributeError, TypeError, ValueError) as other:
                 raise Unreachable(f"{function} of cuda-bindings: {other}") from None
-            if error != self._cuda.cudaError_t.cudaSuccess:
+            if error != well:
                 # it would be reported to who asks next
                 self._cuda.cudaGetLastError()
                 raise Unreachable(f"{function}: {error.name}")

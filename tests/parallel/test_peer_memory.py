@@ -57,6 +57,9 @@ class HostDriver:
     def copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
         ctypes.memmove(to, source, num_bytes)
 
+    def write(self, address: int, number: int, stream: int) -> None:
+        ctypes.c_int32.from_address(address).value = number
+
     def close(self, address: int) -> None:
         self.opened.remove(address)
 
@@ -222,13 +225,22 @@ def test_without_cuda_the_reason_is_given() -> None:
 
 
 class Runtime:
-    """As `cuda.bindings.runtime` answers: an error and at most one value, of types of its own."""
+    """As `cuda.bindings` answers, its `runtime` and its `driver`: an error and at most one value, of types of
+    its own."""
 
     cudaIpcMemLazyEnablePeerAccess = cudaStreamNonBlocking = 1
+    cudaMemcpyKind = types.SimpleNamespace(cudaMemcpyDefault="any")
 
     class cudaError_t(enum.IntEnum):  # noqa: N801
         cudaSuccess = 0
         cudaErrorInvalidDevice = 101
+
+    class CUresult(enum.IntEnum):
+        CUDA_SUCCESS = 0
+        CUDA_ERROR_NOT_SUPPORTED = 801
+
+    class CUstreamWriteValue_flags(enum.IntEnum):  # noqa: N801
+        CU_STREAM_WRITE_VALUE_DEFAULT = 0
 
     class cudaIpcMemHandle_t:  # noqa: N801
         def __init__(self) -> None:
@@ -242,21 +254,24 @@ class Runtime:
         self.fails = fails
 
     def __getattr__(self, name: str) -> Callable[..., tuple]:
-        if not name.startswith("cuda"):
+        if not name.startswith("cu"):
             raise AttributeError(name)
+        is_runtime = name.startswith("cuda")
 
         def call(*arguments: object) -> tuple:
             self.calls.append((name, *arguments))
             if name == self.fails:
-                return (self.cudaError_t.cudaErrorInvalidDevice, None)
-            values = {"cudaMalloc": [2**40], "cudaStreamCreateWithFlags": ["stream"]}
+                refused = self.cudaError_t.cudaErrorInvalidDevice
+                return (refused if is_runtime else self.CUresult.CUDA_ERROR_NOT_SUPPORTED, None)
+            values = {"cudaMalloc": [2**40], "cudaStreamCreateWithFlags": [77]}
             if name == "cudaIpcGetMemHandle":
                 handle = self.cudaIpcMemHandle_t()
                 handle.content[:] = bytes(range(64))
                 values[name] = [handle]
             if name == "cudaIpcOpenMemHandle":
                 values[name] = [int.from_bytes(arguments[0].content.raw[:2], "big")]
-            return (self.cudaError_t.cudaSuccess, *values.get(name, []))
+            well = self.cudaError_t.cudaSuccess if is_runtime else self.CUresult.CUDA_SUCCESS
+            return (well, *values.get(name, []))
 
         return call
 
@@ -265,7 +280,7 @@ class Runtime:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     found = Runtime()
     package = types.ModuleType("cuda.bindings")
-    package.runtime = found
+    package.runtime = package.driver = found
     monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.bindings", package)
     return found
@@ -277,18 +292,23 @@ def test_cuda_is_asked_on_the_ranks_device(runtime: Runtime) -> None:
     assert driver.handle(address) == bytes(range(64))
     assert driver.open(bytes(range(64))) == 1
     driver.fill(address, 1, 8)
+    driver.copy(address, 7, 8, 3)
+    driver.write(address, 5, 3)
     driver.close(1)
     driver.free(address)
     asked, told = runtime.calls[::2], runtime.calls[1::2]
     assert asked == [("cudaSetDevice", 1)] * len(told)
     # whole pages, zeroed before anybody is told of them
-    assert told[1:4] == [
+    assert told[1:5] == [
         ("cudaMalloc", 2 * 2**20),
-        ("cudaMemsetAsync", 2**40, 0, 100, "stream"),
-        ("cudaStreamSynchronize", "stream"),
+        ("cudaMemsetAsync", 2**40, 0, 100, 77),
+        ("cuStreamWriteValue32", 77, 2**40, 0, 0),
+        ("cudaStreamSynchronize", 77),
     ]
-    assert told[-3:] == [
-        ("cudaMemsetAsync", 2**40, 1, 8, "stream"),
+    assert told[-5:] == [
+        ("cudaMemsetAsync", 2**40, 1, 8, 77),
+        ("cudaMemcpyAsync", 2**40, 7, 8, "any", 3),
+        ("cuStreamWriteValue32", 3, 2**40, 5, 0),
         ("cudaIpcCloseMemHandle", 1),
         ("cudaFree", 2**40),
     ]
@@ -300,3 +320,6 @@ def test_what_cuda_refuses_is_named(runtime: Runtime) -> None:
     with pytest.raises(Unreachable, match="cudaIpcOpenMemHandle: cudaErrorInvalidDevice"):
         driver.open(bytes(64))
     assert runtime.calls[-1] == ("cudaGetLastError",)
+    runtime.fails = "cuStreamWriteValue32"
+    with pytest.raises(Unreachable, match="cuStreamWriteValue32: CUDA_ERROR_NOT_SUPPORTED"):
+        driver.allocate(100)
