@@ -34,6 +34,9 @@ MAX_WIDTH = 16384
 NARROW, USUAL_WIDTH = 1024, 4096
 """Rows of less than `NARROW` elements are summed as longer ones where they make up such, of `USUAL_WIDTH` at
 most: a program waits for each of its rows."""
+_PADDED_ROWS = 4
+"""From so many rows of `USUAL_WIDTH` on, narrow ones are filled up to whole ones of these. Prefills have any
+number of tokens, and no kernel is to be compiled for one of them."""
 _GIVEN_UP_BYTES = 4
 
 
@@ -73,7 +76,7 @@ class PeerAllReduce:
             total, _ = whole(self.memory, flat, dependent=self.dependent)
         else:
             total = two_shot_all_reduce(self.memory, flat, dependent=self.dependent)
-        return total.view(x.shape)
+        return total.view(-1)[: x.numel()].view(x.shape)
 
     def sum_and_norm(
         self, x: torch.Tensor, residual: torch.Tensor, norm: Norm
@@ -118,9 +121,13 @@ class PeerAllReduce:
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous message as the rows that programs take in turn."""
-    width = x.shape[-1]
-    return x.view(-1, max(width, math.gcd(x.numel(), USUAL_WIDTH)) if width < NARROW else width)
+    """A contiguous message as the rows that programs take in turn; zeros fill up the last."""
+    width, size = x.shape[-1], x.numel()
+    if width >= NARROW:
+        return x.view(-1, width)
+    if size >= _PADDED_ROWS * USUAL_WIDTH and size % USUAL_WIDTH:
+        return torch.nn.functional.pad(x.view(-1), (0, -size % USUAL_WIDTH)).view(-1, USUAL_WIDTH)
+    return x.view(-1, max(width, math.gcd(size, USUAL_WIDTH)))
 
 
 def one_shot_bytes(world_size: int) -> int:

@@ -10,7 +10,11 @@ from hybridserve.parallel.comm_benchmark.timing import capture
 from hybridserve.parallel.group import TensorParallelGroup, connect
 from hybridserve.parallel.layers.sums import BegunSum, begin_sum
 
-SHAPES = ((1, 4096), (3, 5120), (64, 2048), (100, 4096), (7, 1001), (300, 4096), (32, 4096))
+SHAPES = (
+    *((1, 4096), (3, 5120), (64, 2048), (100, 4096), (7, 1001), (300, 4096), (32, 4096)),
+    # a number a head and token, filled up to whole rows
+    *((513, 32), (4099, 32)),
+)
 """Between 2 ranks, in bf16, (100, 4096) and (300, 4096) are read from the other; the rest is written."""
 
 LONG_ROWS, WIDTH = 2048, 4096

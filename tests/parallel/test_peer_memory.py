@@ -189,11 +189,32 @@ def test_messages_it_takes() -> None:
         ((4, 48), (3, 64)),
         # nothing longer divides them
         ((7, 48), (7, 48)),
+        ((511, 32), (511, 32)),
+        # of a prefill of any length, filled up
+        ((513, 32), (5, 4096)),
+        ((8191, 32), (64, 4096)),
+        ((8191, 1025), (8191, 1025)),
         ((5, 1), (5, 1)),
     ],
 )
 def test_narrow_messages_are_summed_in_longer_rows(shape: tuple[int, ...], rows: tuple[int, int]) -> None:
-    assert as_rows(torch.empty(shape)).shape == rows
+    x = torch.rand(shape)
+    found = as_rows(x)
+    assert found.shape == rows
+    assert (
+        torch.equal(found.reshape(-1)[: x.numel()], x.view(-1)) and not found.reshape(-1)[x.numel() :].any()
+    )
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="runs the interpreted kernel; test_gpus.py has compiled ones"
+)
+@pytest.mark.parametrize("shape", [(513, 32), (3, 1025), (5, 1)])
+def test_a_sum_has_the_messages_own_shape(shape: tuple[int, int]) -> None:
+    peers, _ = open_peers(0, 1, dist.HashStore(), CPU, driver=HostDriver(), half_bytes=2**17)
+    x = torch.rand(shape)
+    total = peers.all_reduce(x)
+    assert total.shape == shape and torch.equal(total, x)
 
 
 def test_more_ranks_write_shorter_messages_to_each_other() -> None:
