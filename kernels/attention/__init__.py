@@ -6,6 +6,7 @@ from hybridserve.kernels.attention.choice import (
     attention_decode,
     attention_prefill,
     build_plans,
+    fused_length,
     write_kv,
 )
 
@@ -15,5 +16,6 @@ __all__ = [
     "attention_decode",
     "attention_prefill",
     "build_plans",
+    "fused_length",
     "write_kv",
 ]

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from hybridserve.kernels.attention import CONTEXT_PIECES, FUSED_LENGTHS, build_plans
+from hybridserve.kernels.attention import CONTEXT_PIECES, FUSED_LENGTHS, build_plans, fused_length
 from hybridserve.kernels.compilation import Launch, recorded_launches
 from hybridserve.replicas.arena.arena import Arena, Copies
 from hybridserve.replicas.arena.layout import ArenaLayout
@@ -47,6 +47,34 @@ def sequence_counts(config: ModelConfig, device: torch.device, max_num_seqs: int
     return tuple(sorted(count for count in counts if count <= max_num_seqs))
 
 
+def prefill_sizes(chunk: int) -> list[int]:
+    """Numbers of new tokens that have plans of their own outside of Triton, and the most, ascending.
+
+    chunk: the most that a step takes of a sequence.
+    """
+    return sorted({chunk, *(length for length in FUSED_LENGTHS if length < chunk)})
+
+
+def lone_prefills(chunk: int, max_model_len: int) -> list[tuple[int, int]]:
+    """Prefills of one sequence, (new tokens, tokens before): one with each kind of context that there may be.
+
+    chunk: new tokens, fewer where the model's length leaves room for no more. A context is none, or in no
+    piece that cuDNN attends, or pieces, or both; a sequence that began in an earlier step has one, however
+    short its prompt.
+    """
+    room = max_model_len - 1
+    # pieces of all sizes, if as many new tokens are left room as cuDNN would be given without them
+    wholes = [
+        whole
+        for whole in (sum(CONTEXT_PIECES), CONTEXT_PIECES[-1])
+        if fused_length(min(chunk, room - whole - SHORT)) == fused_length(chunk)
+    ]
+    whole = wholes[0] if wholes else CONTEXT_PIECES[-1]
+    # two new tokens at least: one is a decode row
+    contexts = [context for context in (SHORT, whole, whole + SHORT) if context + 2 <= room]
+    return [(chunk, 0), *((min(chunk, room - context), context) for context in contexts)]
+
+
 class RehearsedModel(Model, Protocol):
     def shortened(self, layers: Sequence[int]) -> AbstractContextManager[None]:
         """Inside, the model has only these of its layers."""
@@ -74,9 +102,7 @@ class Rehearsal:
         max_model_len: int,
     ) -> None:
         self._chunk = min(max_num_batched_tokens, max_model_len - 1)
-        pieces = sum(CONTEXT_PIECES)
-        contexts = (SHORT, pieces, pieces + SHORT)
-        self._contexts = (0, *(c for c in contexts if c + self._chunk < max_model_len))
+        self._lone = lone_prefills(self._chunk, max_model_len)
         self._limits = GraphLimits(max_model_len, max_num_batched_tokens, dtype)
         # experts take tiles by their average number of rows, and no size of tile for less than an octave
         octaves = (SHORT << n for n in range(1, self._chunk.bit_length())) if config.moe is not None else ()
@@ -84,7 +110,8 @@ class Rehearsal:
         self._counts = sequence_counts(config, device, max_num_seqs)
         # of sequences that are shorter than a step, so many make up the longest one
         self._full = min(max_num_batched_tokens // max(1, self._chunk), max_num_seqs)
-        longest = layout.pages_for(self._chunk + self._contexts[-1])
+        prefills = (one for size in prefill_sizes(self._chunk) for one in lone_prefills(size, max_model_len))
+        longest = max(layout.pages_for(new + before) for new, before in prefills)
         longest = max(longest, self._full * layout.pages_for(self._chunk))
         pages = longest + self._counts[-1] * layout.pages_for(SHORT)
         units = max(self._counts[-1] + 1, self._full)
@@ -114,11 +141,10 @@ class Rehearsal:
 
     def run(self) -> None:
         """The largest prefills, done; among them each that builds a plan outside of Triton."""
-        sizes = {self._chunk, *(length for length in FUSED_LENGTHS if length < self._chunk)}
         with self._model.shortened(self._layers):
-            for size in sorted(sizes):
-                for context_len in self._contexts:
-                    self._runner.submit(self._plan([(size, context_len)])).result()
+            for size in prefill_sizes(self._chunk):
+                for prefill in lone_prefills(size, self._max_model_len):
+                    self._runner.submit(self._plan([prefill])).result()
             for prompts in self._fullest():
                 self._runner.submit(self._plan(prompts)).result()
 
@@ -127,8 +153,7 @@ class Rehearsal:
         return [[(self._chunk, 0)] * self._full] if self._full > 1 else []
 
     def _plans(self) -> list[StepPlan]:
-        lone = [(self._chunk, context_len) for context_len in self._contexts]
-        lone += [(size, 0) for size in self._between]
+        lone = [*self._lone, *((size, 0) for size in self._between)]
         short = [(SHORT, 0)] * self._counts[-1]
         mixed = [(1, SHORT), (SHORT, 0)]
         # of a single token every part of a projection is dense, for which the gated norm has a form

@@ -1,6 +1,7 @@
 """One model on several GPUs gives what it gives on one; needs two at least."""
 
 import os
+import random
 import signal
 import threading
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridserve.kernels.compilation import counted_compilations
 from hybridserve.parallel.step_channel.watch import RankFailure
 from hybridserve.replicas.llm import LLM
 from hybridserve.replicas.sampling_params import SamplingParams
@@ -24,16 +26,15 @@ pytestmark = [
 ]
 
 
-def make(demo_model: Path, size: int, enforce_eager: bool) -> LLM:
+def make(demo_model: Path, size: int, enforce_eager: bool, **options: object) -> LLM:
+    how = {"dtype": "float32", "cache_memory_bytes": 256 << 20, "max_num_seqs": 16, **options}
     return LLM(
         str(demo_model),
         tensor_parallel_size=size,
         device="cuda",
-        dtype="float32",
-        cache_memory_bytes=256 << 20,
-        max_num_seqs=16,
         enforce_eager=enforce_eager,
         show_progress=False,
+        **how,
     )
 
 
@@ -77,6 +78,26 @@ def test_ranks_answer_as_one_gpu(demo_model, enforce_eager, params) -> None:
         # fp32 sums in another order: a near tie may fall the other way, and few do
         same = sum(a == b for a, b in zip(found, wanted, strict=True))
         assert same >= len(PROMPTS) - 1, (size, found, wanted)
+
+
+@pytest.mark.parametrize("split", ["heads", "head_v_dim"])
+def test_nothing_is_compiled_after_the_start(demo_model, split) -> None:
+    """Whatever the number of tokens: steps in graphs, eagerly, and in two parts."""
+    rng = random.Random(5)
+    lengths = [1, 3, 63, 200, 900, 2049, 2600, 3001, 4100, 5003, 6999] + [
+        rng.randrange(1, 8000) for _ in range(12)
+    ]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    llm = make(demo_model, 2, False, dtype="bfloat16", linear_attention_split=split)
+    try:
+        with counted_compilations() as count:
+            # one at a time, and then steps of several
+            for length in lengths:
+                llm.generate([[5] * length], params, use_tqdm=False)
+            llm.generate([[7] * length for length in lengths], params, use_tqdm=False)
+            assert count() == 0
+    finally:
+        llm.shutdown()
 
 
 def test_a_rank_that_is_killed_ends_all_requests(demo_model) -> None:
