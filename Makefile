@@ -7,7 +7,7 @@ PYTHON := python3.13 python3.12 python3.11 python3
 # modules are compiled behind pip, which would do it on one core; what no Python compiles (packages hold templates of
 # modules) is passed over, as pip does
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --prefer-binary --no-compile -c constraints.txt
-COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib >/dev/null || true
+COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib >/dev/null || true
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test lint format bench clean

@@ -58,9 +58,9 @@ class PeerExchange:
     """
 
     def __init__(
-        self, memory: ExchangeMemory, addresses: list[int], driver: Driver, device: torch.device
+        self, memory: ExchangeMemory, addresses: list[int], driver: Driver, lane: "torch.cuda.Stream | None"
     ) -> None:
-        """addresses: of each rank's memory, as this rank reaches it."""
+        """addresses: of each rank's memory, as this rank reaches it. lane: for copies; None without CUDA."""
         self.memory = memory
         self._addresses = addresses
         self._driver = driver
@@ -68,7 +68,7 @@ class PeerExchange:
         self._shared = SharedMemory(memory.rank, addresses, driver, num_bytes)
         self._calls = 0
         self._under_way: deque[int] = deque()
-        self._lane = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._lane = lane
 
     def takes(self, rows: int, width: int, dtype: torch.dtype) -> bool:
         """Whether a message [rows, width] is for this."""
@@ -136,7 +136,7 @@ class PeerExchange:
     def _send(self, call: int, x: torch.Tensor, peer: int, address: int) -> None:
         rank, size, piece_bytes = self.memory.rank, self.memory.world_size, self.memory.piece_bytes
         slot = self._number(call) % SLOTS
-        lane = 0 if self._lane is None else self._lane.cuda_stream
+        lane = _handle(self._lane)
         place = address + slot_offset(slot, rank, peer, size, piece_bytes)
         self._driver.copy(place, x.data_ptr(), x.numel() * x.element_size(), lane)
         self._driver.write(address + flag_offset(slot, rank, size, piece_bytes), self._number(call), lane)
@@ -144,6 +144,10 @@ class PeerExchange:
     @staticmethod
     def _number(call: int) -> int:
         return call % _NUMBERS
+
+
+def _handle(stream: "torch.cuda.Stream | None") -> int:
+    return 0 if stream is None else stream.cuda_stream
 
 
 def open_exchange(
@@ -165,10 +169,18 @@ def open_exchange(
         return None, f"between {size} ranks a ring sends fewer bytes"
     piece_bytes = -(-piece_bytes // 16) * 16
     num_bytes = exchange_bytes(size, piece_bytes)
-    addresses, used, reason = share(rank, size, store, num_bytes, lambda: driver or CudaDriver(device), check)
+    lane = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def attempt(driver: Driver, address: int) -> None:
+        # refused now rather than in a step
+        driver.write(address + flag_offset(0, 0, size, piece_bytes), 0, _handle(lane))
+
+    addresses, used, reason = share(
+        rank, size, store, num_bytes, lambda: driver or CudaDriver(device), check, attempt
+    )
     if used is None:
         return None, reason
     start = addresses[rank]
     parts, flags, end = start, *(start + flag_offset(slot, 0, size, piece_bytes) for slot in (0, SLOTS))
     own = torch.tensor([parts, flags, end], dtype=torch.int64, device=device)
-    return PeerExchange(ExchangeMemory(rank, size, own, piece_bytes), addresses, used, device), ""
+    return PeerExchange(ExchangeMemory(rank, size, own, piece_bytes), addresses, used, lane), ""

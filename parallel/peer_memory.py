@@ -96,10 +96,12 @@ def share(
     num_bytes: int,
     driver: Callable[[], Driver],
     check: Callable[[], None] = lambda: None,
+    attempt: Callable[[Driver, int], None] = lambda driver, address: None,
 ) -> tuple[list[int], Driver | None, str]:
     """Share `num_bytes` of zeroed memory with the other ranks, all of which call this on the same `store`.
 
     driver: makes one, or raises Unreachable. check: called while the others are waited for; may raise.
+    attempt: does to this rank's memory what else will be asked of the driver, or raises Unreachable.
     Returns (where each rank's memory lies, as this rank reaches it, the driver that mapped it, ""); on all
     ranks ([], None, why) when one of them cannot reach another.
     """
@@ -109,6 +111,7 @@ def share(
     try:
         made = driver()
         address = made.allocate(num_bytes)
+        attempt(made, address)
         own, reason = _host() + made.handle(address), ""
     except (Unreachable, RuntimeError) as error:
         own, reason = b"", f"rank {rank}: {error}"
@@ -175,10 +178,12 @@ class CudaDriver:
 
     def allocate(self, num_bytes: int) -> int:
         address = int(self._call("cudaMalloc", -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES))
-        self.fill(address, 0, num_bytes)
-        # what cannot be done fails now, and not in a step
-        self.write(address, 0, self._stream)
-        self._call("cudaStreamSynchronize", self._stream)
+        try:
+            self.fill(address, 0, num_bytes)
+            self._call("cudaStreamSynchronize", self._stream)
+        except Unreachable:
+            self.free(address)
+            raise
         return address
 
     def handle(self, address: int) -> bytes:

@@ -34,9 +34,9 @@ MAX_WIDTH = 16384
 NARROW, USUAL_WIDTH = 1024, 4096
 """Rows of less than `NARROW` elements are summed as longer ones where they make up such, of `USUAL_WIDTH` at
 most: a program waits for each of its rows."""
-_PADDED_ROWS = 4
-"""From so many rows of `USUAL_WIDTH` on, narrow ones are filled up to whole ones of these. Prefills have any
-number of tokens, and no kernel is to be compiled for one of them."""
+_PADDED = 2 * USUAL_WIDTH
+"""From so many elements on, narrow rows are filled up to whole ones of `USUAL_WIDTH`. Steps outside of graphs
+have any number of tokens, and no kernel is to be compiled for one of them."""
 _GIVEN_UP_BYTES = 4
 
 
@@ -125,7 +125,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     width, size = x.shape[-1], x.numel()
     if width >= NARROW:
         return x.view(-1, width)
-    if size >= _PADDED_ROWS * USUAL_WIDTH and size % USUAL_WIDTH:
+    if size >= _PADDED and size % USUAL_WIDTH:
         return torch.nn.functional.pad(x.view(-1), (0, -size % USUAL_WIDTH)).view(-1, USUAL_WIDTH)
     return x.view(-1, max(width, math.gcd(size, USUAL_WIDTH)))
 

@@ -58,20 +58,21 @@ def prefill_sizes(chunk: int) -> list[int]:
 def lone_prefills(chunk: int, max_model_len: int) -> list[tuple[int, int]]:
     """Prefills of one sequence, (new tokens, tokens before): one with each kind of context that there may be.
 
-    chunk: new tokens, fewer where the model's length leaves room for no more. A context is none, or in no
-    piece that cuDNN attends, or pieces, or both; a sequence that began in an earlier step has one, however
-    short its prompt.
+    chunk: new tokens, fewer where the model's length leaves room for no more. The kinds: no context; one that
+    is shorter than the pieces that cuDNN attends; whole pieces; pieces and a rest.
     """
     room = max_model_len - 1
-    # pieces of all sizes, if as many new tokens are left room as cuDNN would be given without them
-    wholes = [
-        whole
-        for whole in (sum(CONTEXT_PIECES), CONTEXT_PIECES[-1])
-        if fused_length(min(chunk, room - whole - SHORT)) == fused_length(chunk)
-    ]
-    whole = wholes[0] if wholes else CONTEXT_PIECES[-1]
+
+    def leaves_room(context: int) -> bool:
+        """For as many new tokens that cuDNN attends them as it would the whole chunk."""
+        return fused_length(min(chunk, room - context)) == fused_length(chunk)
+
+    whole = sum(CONTEXT_PIECES)
+    if not leaves_room(whole + 1):
+        whole = CONTEXT_PIECES[-1]
+    rest = SHORT if leaves_room(whole + SHORT) else 1
     # two new tokens at least: one is a decode row
-    contexts = [context for context in (SHORT, whole, whole + SHORT) if context + 2 <= room]
+    contexts = [c for c in (min(SHORT, room - 2), whole, whole + rest) if 0 < c <= room - 2]
     return [(chunk, 0), *((min(chunk, room - context), context) for context in contexts)]
 
 
@@ -102,7 +103,8 @@ class Rehearsal:
         max_model_len: int,
     ) -> None:
         self._chunk = min(max_num_batched_tokens, max_model_len - 1)
-        self._lone = lone_prefills(self._chunk, max_model_len)
+        self._sizes = prefill_sizes(self._chunk)
+        self._max_model_len = max_model_len
         self._limits = GraphLimits(max_model_len, max_num_batched_tokens, dtype)
         # experts take tiles by their average number of rows, and no size of tile for less than an octave
         octaves = (SHORT << n for n in range(1, self._chunk.bit_length())) if config.moe is not None else ()
@@ -110,15 +112,14 @@ class Rehearsal:
         self._counts = sequence_counts(config, device, max_num_seqs)
         # of sequences that are shorter than a step, so many make up the longest one
         self._full = min(max_num_batched_tokens // max(1, self._chunk), max_num_seqs)
-        prefills = (one for size in prefill_sizes(self._chunk) for one in lone_prefills(size, max_model_len))
-        longest = max(layout.pages_for(new + before) for new, before in prefills)
-        longest = max(longest, self._full * layout.pages_for(self._chunk))
+        longest = max(layout.pages_for(new + before) for new, before in self._lone(self._sizes))
+        longest = max(longest, self._full * layout.pages_for(self._chunk), layout.pages_for(SHORT + 1))
         pages = longest + self._counts[-1] * layout.pages_for(SHORT)
         units = max(self._counts[-1] + 1, self._full)
         self._arena = Arena(layout, layout.extents_for(units, pages))
         self._model, self._layers = model, config.distinct_layers
         self._mixers = [config.mixers[layer] for layer in self._layers]
-        self._dtype, self._device, self._max_model_len = dtype, device, max_model_len
+        self._dtype, self._device = dtype, device
         storage = ArenaStorage(layout, self._arena.num_extents, self._mixers, dtype, device)
         self._runner = ModelRunner(model, storage, device, max_num_seqs=max(max_num_seqs, 2))
         self._storage = storage
@@ -142,18 +143,22 @@ class Rehearsal:
     def run(self) -> None:
         """The largest prefills, done; among them each that builds a plan outside of Triton."""
         with self._model.shortened(self._layers):
-            for size in prefill_sizes(self._chunk):
-                for prefill in lone_prefills(size, self._max_model_len):
-                    self._runner.submit(self._plan([prefill])).result()
+            for prefill in self._lone(self._sizes):
+                self._runner.submit(self._plan([prefill])).result()
             for prompts in self._fullest():
                 self._runner.submit(self._plan(prompts)).result()
+
+    def _lone(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        return [one for size in sizes for one in lone_prefills(size, self._max_model_len)]
 
     def _fullest(self) -> list[list[tuple[int, int]]]:
         """The step of as many tokens as there may be, where it takes more than one sequence."""
         return [[(self._chunk, 0)] * self._full] if self._full > 1 else []
 
     def _plans(self) -> list[StepPlan]:
-        lone = [*self._lone, *((size, 0) for size in self._between)]
+        # where the most tokens are no number that cuDNN takes, a smaller one shows what goes with cuDNN
+        sizes = self._sizes[-1:] if fused_length(self._chunk) is not None else self._sizes[-2:]
+        lone = [*self._lone(sizes), *((size, 0) for size in self._between)]
         short = [(SHORT, 0)] * self._counts[-1]
         mixed = [(1, SHORT), (SHORT, 0)]
         # of a single token every part of a projection is dense, for which the gated norm has a form

@@ -183,9 +183,10 @@ def test_more_ranks_are_left_to_a_ring() -> None:
     )
 
 
-def test_what_cannot_be_shared_is_named() -> None:
+@pytest.mark.parametrize("what", ["open", "write"])
+def test_what_cannot_be_shared_is_named(what: str) -> None:
     store = dist.HashStore()
-    drivers = [HostDriver(), HostDriver(fails="open")]
+    drivers = [HostDriver(fails=what), HostDriver()]
     found: list = [None, None]
 
     def run(rank: int) -> None:
@@ -197,5 +198,5 @@ def test_what_cannot_be_shared_is_named() -> None:
     for thread in threads:
         thread.join(30)
     for exchange, reason in found:
-        assert exchange is None and "rank 1: open fails here" in reason
+        assert exchange is None and f"rank 0: {what} fails here" in reason
     assert not any(driver.held or driver.opened for driver in drivers)

@@ -165,9 +165,7 @@ def test_nothing_is_compiled_after_the_start(demo_model):
     with counted_compilations() as count:
         for at in range(200):
             prompt = [
-                rng.randrange(8192)
-                # long ones, too: what of their prompts is too much for one step goes on in another
-                for _ in range(rng.choice((1, 2, 15, 16, 17, 63, 64, 200, 513, 900, 3001, 7000)))
+                rng.randrange(8192) for _ in range(rng.choice((1, 2, 15, 16, 17, 63, 64, 200, 513, 900)))
             ]
             params = SamplingParams(max_tokens=rng.randrange(3, 20), seed=at, **rng.choice(ways))
             engine.add_request(f"r{at}", prompt, params)
@@ -175,6 +173,62 @@ def test_nothing_is_compiled_after_the_start(demo_model):
                 engine.step()
         while engine.has_unfinished():
             engine.step()
+        assert count() == 0
+
+
+WIDE_HEADS = """
+model_type: qwen3_5_text
+vocab_size: 8192
+hidden_size: 512
+intermediate_size: 1024
+num_hidden_layers: 2
+full_attention_interval: 2
+num_attention_heads: 4
+num_key_value_heads: 2
+head_dim: 128
+attn_output_gate: true
+rope_parameters: {rope_type: default, rope_theta: 10000000, partial_rotary_factor: 0.25}
+linear_num_key_heads: 2
+linear_num_value_heads: 4
+linear_key_head_dim: 128
+linear_value_head_dim: 128
+linear_conv_kernel_dim: 4
+hidden_act: silu
+rms_norm_eps: 1e-6
+tie_word_embeddings: false
+max_position_embeddings: 65536
+eos_token_id: 0
+dtype: bfloat16
+"""
+"""Heads that cuDNN attends."""
+
+
+@pytest.mark.parametrize("max_model_len", [11800, 32768])
+def test_nothing_is_compiled_for_a_long_context(tmp_path, max_model_len):
+    """Of which cuDNN attends pieces, with and without a rest, and the rest of a step goes by Triton."""
+    from hybridserve.kernels.compilation import counted_compilations
+
+    shape = tmp_path / "wide_heads.yaml"
+    shape.write_text(WIDE_HEADS)
+    engine = build(
+        shape,
+        "cuda",
+        "bfloat16",
+        load_format="dummy",
+        max_model_len=max_model_len,
+        max_num_batched_tokens=8192,
+    )
+    lengths = [n for n in (8200, 9000, 11790, 20000, 24640, 31000, 32700) if n < max_model_len]
+    with counted_compilations() as count:
+        for at, length in enumerate(lengths):
+            # alone
+            engine.add_request(f"a{at}", [5] * length, SamplingParams(max_tokens=2, ignore_eos=True))
+            while engine.has_unfinished():
+                assert all(out.error is None for out in engine.step())
+        for at, length in enumerate((300, *lengths, 40, 5000)):
+            engine.add_request(f"b{at}", [7] * length, SamplingParams(max_tokens=9, ignore_eos=True))
+        while engine.has_unfinished():
+            assert all(out.error is None for out in engine.step())
         assert count() == 0
 
 

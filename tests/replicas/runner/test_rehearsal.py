@@ -15,23 +15,30 @@ def kind(new: int, before: int) -> tuple[bool, bool, bool]:
     return (True, before >= PIECE, before % PIECE > 0) if fused else (False, False, before > 0)
 
 
-@pytest.mark.parametrize("chunk", [8192, 8191, 8000, 7000, 4096, 2048, 16384])
-@pytest.mark.parametrize(
-    "max_model_len", [2100, 4096, 8192, 8300, 11800, 12300, 16384, 25000, 32768, 33000, 131072]
+LENGTHS = (
+    *(2, 3, 4, 10, 64, 66, 67, 130, 2100, 4096, 8192, 8300, 11777, 11778, 11800, 11839, 11840, 12300, 16384),
+    *(25000, 28162, 28225, 31747, 31810, 32768, 33000, 131072),
 )
+
+
+@pytest.mark.parametrize("chunk", [1, 32, 2048, 4096, 7000, 8000, 8191, 8192, 16384])
+@pytest.mark.parametrize("max_model_len", LENGTHS)
 def test_every_kind_of_prefill_is_among_them(chunk: int, max_model_len: int) -> None:
     chunk = min(chunk, max_model_len - 1)
     rehearsed = [one for size in prefill_sizes(chunk) for one in lone_prefills(size, max_model_len)]
-    assert all(2 <= new <= chunk and new + before < max_model_len for new, before in rehearsed)
+    assert all(1 <= new <= chunk and new + before < max_model_len for new, before in rehearsed)
     there_may_be = {
         kind(new, before)
         for new in (2, 64, 1000, 3584, 4000, 4096, 7168, 8192, chunk)
-        for before in (0, 1, 64, 100, 4096, PIECE - 1, PIECE, PIECE + 64, 16384, 20000, 24576, 24640, 100000)
-        if new <= chunk and new + before < max_model_len
+        for piece in (0, PIECE, 2 * PIECE, 3 * PIECE, 12 * PIECE)
+        for before in (piece, piece + 1, piece + 10, piece + 64, piece + PIECE - 1)
+        if 2 <= new <= chunk and new + before < max_model_len
     }
     # prefills of few tokens without a context are other steps' of the rehearsal
     assert there_may_be - {(False, False, False)} <= {kind(*one) for one in rehearsed}
 
 
-def test_a_budget_of_one_token_has_no_prefill_with_a_context() -> None:
-    assert lone_prefills(63, 64) == [(63, 0)]
+def test_the_longest_are_among_them() -> None:
+    """By which the memory is measured that a step takes."""
+    assert lone_prefills(8192, 131072) == [(8192, 0), (8192, 64), (8192, 24576), (8192, 24640)]
+    assert lone_prefills(8191, 8192) == [(8191, 0), (8127, 64)]
