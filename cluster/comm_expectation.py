@@ -28,6 +28,10 @@ class Machine:
     flops: float
     efficiency: float
 
+    def __str__(self) -> str:
+        speeds = f"{self.bytes_per_s / 1e12:g} TB/s and {self.flops / 1e12:g} TFLOP/s"
+        return f"{self.name}, {speeds}, of which {self.efficiency:.0%} is reached"
+
     def seconds(self, cost: StepCost) -> float:
         """Products, bound by their weights' bytes or by operations, and after them the mixers, likewise."""
         products = max(cost.weight_bytes / self.bytes_per_s, cost.product_flops / self.flops)
@@ -52,17 +56,25 @@ def share_of(
     return expected_share(H200.seconds(cost), messages, ranks, latencies)
 
 
+def alone_s(config: ModelConfig, case: tuple[str, int, int, int]) -> float:
+    """Seconds of the step on one H200."""
+    _, sequences, tokens, context = case
+    return H200.seconds(step_cost(config, sequences=sequences, tokens=tokens, context=context, tp_size=1))
+
+
 def expectation_table(
     name: str, config: ModelConfig, latencies: Latencies, ranks: tuple[int, ...] = RANKS
 ) -> Table:
     """A row for each case and number of ranks: our cut in full, beside it the others' time and share."""
     table = Table(title=f"{name}, {H200.name}", title_justify="left")
     table.add_column("case")
-    for column in ("ranks", "compute ms", "communication ms", "step ms", "share", "overlap saves"):
+    columns = ("ranks", "compute ms", "communication ms", "step ms", "times one GPU", "share", "overlap saves")
+    for column in columns:
         table.add_column(column, justify="right")
     for strategy in STRATEGIES[1:]:
         table.add_column(f"{strategy}: ms, share", justify="right")
     for case in CASES:
+        alone = alone_s(config, case)
         for count in ranks:
             ours, *others = (share_of(config, case, count, strategy, latencies) for strategy in STRATEGIES)
             tokens = f" {case[2]:,}" if case[0] == "prefill" else ""
@@ -72,6 +84,7 @@ def expectation_table(
                 f"{ours.compute_s * 1e3:.2f}",
                 f"{ours.communication_s * 1e3:.2f}",
                 f"{ours.step_s * 1e3:.2f}",
+                f"{alone / ours.step_s:.2f} x",
                 f"{ours.share:.0%}",
                 f"<= {ours.overlap_gain:.0%}",
                 *(f"{other.step_s * 1e3:.2f}, {other.share:.0%}" for other in others),

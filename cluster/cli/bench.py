@@ -62,8 +62,8 @@ def comm(
     if measured and not expect:
         raise ValueError("measured is read with --expect only")
     for name, file in (("json", json_file), ("plot", plot)):
-        if file is not None and not file.parent.is_dir():
-            raise ValueError(f"{name} {str(file)!r}: there is no folder {file.parent}")
+        if file is not None:
+            _check_writable(name, file)
     if expect:
         options = {"tp": tp, "sizes": sizes, "max_size": max_size, "row_seconds": row_seconds, "dtype": dtype}
         options |= {"json": json_file, "plot": plot, "ray_address": ray_address, "quick": quick or None}
@@ -97,11 +97,25 @@ def comm(
             f"measuring {settings.tp_size} ranks by {backend} takes minutes; --quick: seconds", err=True
         )
     report = run_local(settings) if ray_address is None else _run_on_ray(settings, ray_address)
+    _show(report)
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=1) + "\n")
-    _show(report)
     if plot is not None:
         plots.draw(report, plot)
+
+
+def _check_writable(name: str, file: Path) -> None:
+    """Before minutes are spent on what is to be written there; leaves no file behind."""
+    if not file.parent.is_dir():
+        raise ValueError(f"{name} {str(file)!r}: there is no folder {file.parent}")
+    was_there = file.exists()
+    try:
+        with file.open("ab"):
+            pass
+    except OSError as error:
+        raise ValueError(f"{name} {str(file)!r} cannot be written: {error.strerror}") from None
+    if not was_there:
+        file.unlink()
 
 
 def _run_on_ray(settings: BenchmarkSettings, address: str) -> dict[str, Any]:

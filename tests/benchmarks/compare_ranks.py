@@ -94,7 +94,11 @@ def main() -> int:
             if getattr(args, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
         for ranks in args.tensor_parallel_size:
+            if ranks < 1:
+                raise ValueError(f"tensor_parallel_size must be at least 1, got {ranks}")
             check_tp_size(config, ranks)
+        if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
+            raise ValueError(f"json {str(args.json)!r} is no file in a folder that is there")
     except ValueError as error:
         parser.error(str(error))
     say_how_ranks_meet()

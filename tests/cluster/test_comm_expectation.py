@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridserve.cluster.comm_expectation import CASES, H200, RANKS, Machine, share_of
+from hybridserve.cluster.comm_expectation import CASES, H200, RANKS, Machine, alone_s, share_of
 from hybridserve.parallel.comm_benchmark.expectation import ASSUMED_NCCL, ASSUMED_ONE_SHOT
 from hybridserve.replicas.models.config import load_model_config
 from hybridserve.replicas.models.step_cost import StepCost
@@ -20,6 +20,16 @@ def test_a_step_is_products_and_then_mixers() -> None:
     assert machine.seconds(bound_by_bytes) == (2.0 + 2.0) / 0.5
     assert machine.seconds(bound_by_operations) == (5.0 + 3.0) / 0.5
     assert 0.79 <= H200.efficiency <= 0.90
+
+
+def test_the_speed_of_several_gpus_in_the_docs(repo_root: Path) -> None:
+    config = load_model_config(repo_root / "configs" / "models" / "qwen3.5-27b.yaml")
+    alone = alone_s(config, CASES[0])
+    text = (repo_root / "docs" / "scaling.md").read_text()
+    assert f"{alone * 1e3:.1f} ms on one GPU" in text
+    for latencies in (ASSUMED_NCCL, ASSUMED_ONE_SHOT):
+        steps = [share_of(config, CASES[0], n, "value_heads", latencies).step_s for n in RANKS]
+        assert " / ".join(f"{alone / step:.2f}" for step in steps) in text
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -42,6 +42,7 @@ def test_assumed_latencies_are_called_so(hybridserve: Callable, repo_root: Path)
     shape = repo_root / "configs" / "models" / "qwen3-next-80b-a3b.yaml"
     ran = hybridserve("bench", "comm", "--expect", "--model", shape)
     assert ran.code == 0 and ran.out.count("ASSUMED") == 2
+    assert "computing: H200, 4.3 TB/s and 790 TFLOP/s, of which 85% is reached" in ran.out
     (line,) = [line for line in ran.out.splitlines() if "prefill 8,192" in line and "│     8" in line][:1]
     assert "%" in line
 
@@ -58,6 +59,8 @@ def test_assumed_latencies_are_called_so(hybridserve: Callable, repo_root: Path)
         (["--expect", "--model", "x.yaml", "--tp", 4], "expect measures nothing and takes no tp, got 4"),
         (["--expect", "--quick"], "expect measures nothing and takes no quick, got True"),
         (["--measured", "x.json"], "measured is read with --expect only"),
+        (["--json", "/"], "json '/' cannot be written: Is a directory"),
+        (["--json", "/dev/null/x.json"], "json '/dev/null/x.json': there is no folder /dev/null"),
         (["--ray-address", "auto", "--tp", 2], "ray_address needs --tp and --backend"),
         (["--tp", 0, "--backend", "gloo"], "tp must be at least 1, got 0"),
         (["--backend", "gloo", "--dtype", "int8"], "dtype must be one of float32, bfloat16, float16"),
