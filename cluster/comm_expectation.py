@@ -68,7 +68,15 @@ def expectation_table(
     """A row for each case and number of ranks: our cut in full, beside it the others' time and share."""
     table = Table(title=f"{name}, {H200.name}", title_justify="left")
     table.add_column("case")
-    columns = ("ranks", "compute ms", "communication ms", "step ms", "times one GPU", "share", "overlap saves")
+    columns = (
+        "ranks",
+        "compute ms",
+        "communication ms",
+        "step ms",
+        "times one GPU",
+        "share",
+        "overlap saves",
+    )
     for column in columns:
         table.add_column(column, justify="right")
     for strategy in STRATEGIES[1:]:
