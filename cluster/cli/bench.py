@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from hybridserve.cluster.cli.output_file import check_writable
 from hybridserve.cluster.comm_expectation import H200, RANKS, expectation_table
 from hybridserve.cluster.sizes import parse_size
 from hybridserve.parallel.comm_benchmark import plot as plots
@@ -63,7 +64,7 @@ def comm(
         raise ValueError("measured is read with --expect only")
     for name, file in (("json", json_file), ("plot", plot)):
         if file is not None:
-            _check_writable(name, file)
+            check_writable(name, file)
     if expect:
         options = {"tp": tp, "sizes": sizes, "max_size": max_size, "row_seconds": row_seconds, "dtype": dtype}
         options |= {"json": json_file, "plot": plot, "ray_address": ray_address, "quick": quick or None}
@@ -102,20 +103,6 @@ def comm(
         json_file.write_text(json.dumps(report, indent=1) + "\n")
     if plot is not None:
         plots.draw(report, plot)
-
-
-def _check_writable(name: str, file: Path) -> None:
-    """Before minutes are spent on what is to be written there; leaves no file behind."""
-    if not file.parent.is_dir():
-        raise ValueError(f"{name} {str(file)!r}: there is no folder {file.parent}")
-    was_there = file.exists()
-    try:
-        with file.open("ab"):
-            pass
-    except OSError as error:
-        raise ValueError(f"{name} {str(file)!r} cannot be written: {error.strerror}") from None
-    if not was_there:
-        file.unlink()
 
 
 def _run_on_ray(settings: BenchmarkSettings, address: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from hybridserve.cluster.cli.output_file import check_writable
 from hybridserve.cluster.sizes import parse_size
 from hybridserve.replicas.outputs import RequestOutput
 from hybridserve.replicas.prompts import Prompt
@@ -63,8 +64,8 @@ def generate(
     # what is wrong with the options is said before seconds go into loading
     SamplingParams(**sampling)
     cache_bytes = None if cache_memory is None else parse_size("cache_memory", cache_memory)
-    if output is not None and not output.parent.is_dir():
-        raise ValueError(f"output {str(output)!r}: there is no folder {output.parent}")
+    if output is not None:
+        check_writable("output", output)
 
     # read when torch loads its OpenMP: beside another busy process, threads that wait by spinning made a step
     # eight times as long

@@ -77,6 +77,11 @@ def test_chat_into_a_file(hybridserve: Callable, demo_model: Path, tmp_path: Pat
         (["MODEL", "--prompt", "a", "--system", "b"], 1, "error: system is a chat message"),
         (["MODEL", "--prompts-file", "/nowhere.txt"], 1, "/nowhere.txt"),
         (["MODEL", "--prompt", "a", "--output", "/nowhere/a"], 1, "error: output '/nowhere/a': there is no"),
+        (
+            ["MODEL", "--prompt", "a", "--output", "/"],
+            1,
+            "error: output '/' cannot be written: Is a directory",
+        ),
         (["MODEL", "--prompt", "a", "--seed", "x"], 2, "--seed"),
         (["MODEL", "--prompt", "a", "--unknown"], 2, "--unknown"),
     ],

@@ -345,7 +345,7 @@ def test_states_may_be_bf16(device):
     assert relative_error(state, wide) <= torch.finfo(torch.bfloat16).eps
 
 
-@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.skipif(not CUDA, reason="needs a GPU: 9 GB of states")
 def test_states_behind_more_than_2_to_the_31_numbers(device):
     dims, lens, step = (2, 4, 128, 128), (100, 70), 65536
     inputs = make_inputs(sum(lens), dims, device, torch.bfloat16)
@@ -361,7 +361,7 @@ def test_states_behind_more_than_2_to_the_31_numbers(device):
     assert torch.equal(state[indices], states)
 
 
-@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.skipif(not CUDA, reason="needs a GPU: compiled kernels")
 def test_lengths_compile_nothing_new(device):
     kernels = (prefill.head_tiles_kernel, prefill.delta_scan_kernel, prefill.copy_states_kernel)
 
